@@ -1,0 +1,1 @@
+"""From stage graphs to kernels; text only, no GPU."""
