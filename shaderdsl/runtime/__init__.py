@@ -1,0 +1,23 @@
+"""Running programs: devices, memory, profiling.  wgpu is imported on first use."""
+
+from .buffers import Buffer
+from .device import Device, DeviceInfo, Executable, current, devices, use_device
+from .profiling import Profile, profile
+
+__all__ = [
+    "Buffer",
+    "Device",
+    "DeviceInfo",
+    "Executable",
+    "Profile",
+    "current",
+    "devices",
+    "profile",
+    "synchronize",
+    "use_device",
+]
+
+
+def synchronize() -> None:
+    """Wait until everything launched on the current device has finished."""
+    current().synchronize()

@@ -1,0 +1,299 @@
+"""Device memory: buffers, the pool that reuses them, and the account of both.
+
+A `Buffer` is what callers hold.  It keeps an allocation alive; when the last buffer of
+an allocation is garbage collected, the allocation returns to the pool.  That is safe
+without waiting for the device, because the queue runs submissions in order: whoever
+gets the memory next writes to it after every earlier reader has finished.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DeviceError, DeviceLostError, DonatedError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from .device import Device
+
+#: Smallest allocation in bytes: one vec4, so that no binding ever has size 0 (a driver
+#: aborts the process on that).
+MIN_BYTES = 16
+
+#: Free memory in bytes that a pool keeps although nobody has needed as much at once.
+KEEP_FREE_BYTES = 256 << 20
+
+_serials = itertools.count(1)
+
+
+def size_class(nbytes: int) -> int:
+    """Bytes that are allocated for a request: eight steps to each power of two.
+
+    The step bounds waste to 1/8 of the request, and few classes make reuse likely.
+    """
+    nbytes = max(nbytes, MIN_BYTES)
+    step = max(MIN_BYTES, 1 << max(0, nbytes.bit_length() - 4))
+    return -(-nbytes // step) * step
+
+
+def physical_memory() -> int:
+    """Bytes of RAM that this process may use: the machine's, or its container's."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 8 << 30
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            total = min(total, int(file.read()))
+    except (OSError, ValueError):
+        pass  # No container, or one without a limit ("max").
+    return total
+
+
+class Allocation:
+    """One piece of device memory; returns to its pool when nobody holds it.
+
+    Attributes:
+        handle: the backend's object (a wgpu buffer, or an ndarray).
+        capacity: its size in bytes.
+        serial: a number that names this memory for as long as it exists.
+        shared: whether several buffers show it, so that none may be written in place.
+    """
+
+    __slots__ = ("__weakref__", "_pool", "capacity", "handle", "serial", "shared")
+
+    def __init__(self, pool: Pool, handle: Any, capacity: int, serial: int):
+        self._pool = pool
+        self.handle, self.capacity, self.serial = handle, capacity, serial
+        self.shared = False
+
+    def __del__(self) -> None:
+        # Runs in any thread at any moment, so it takes no lock: appending is atomic.
+        pool = self._pool
+        handle = self.handle if pool.reuse else None
+        pool.returned.append((self.capacity, self.serial, handle))
+
+
+class Pool:
+    """Allocations by size class, with an account of what is in use.
+
+    Args:
+        create: makes a piece of memory of so many bytes.
+        reuse: whether memory that comes back is kept for the next request.
+        limit: bytes in use at once beyond which an allocation fails, or None.
+        max_bytes: the largest piece that may be made.
+        on_trim: called before free memory is let go, to drop what refers to it.
+    """
+
+    def __init__(
+        self,
+        create: Callable[[int], Any],
+        *,
+        reuse: bool = True,
+        limit: int | None = None,
+        max_bytes: int | None = None,
+        on_trim: Callable[[], None] = lambda: None,
+    ):
+        self._create, self.reuse, self._on_trim = create, reuse, on_trim
+        self.limit, self.max_bytes = limit, max_bytes
+        self.returned: deque[tuple[int, int, Any]] = deque()
+        # Sorted by serial, so that a repeated sequence of requests gets the same
+        # memory each time and cached bind groups fit again.
+        self._free: dict[int, list[tuple[int, Any]]] = {}
+        self._lock = threading.RLock()
+        self._live = self._free_bytes = self._peak = 0
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes in use now."""
+        with self._lock:
+            self._collect()
+            return self._live
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes kept for reuse now."""
+        with self._lock:
+            self._collect()
+            return self._free_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that were in use at once."""
+        return self._peak
+
+    def acquire(self, nbytes: int) -> Allocation:
+        """Memory of at least ``nbytes``.
+
+        Raises:
+            OutOfMemoryError: it does not fit, even after free memory was let go.
+        """
+        capacity = size_class(nbytes)
+        if self.max_bytes is not None and capacity > self.max_bytes:
+            capacity = -(-nbytes // MIN_BYTES) * MIN_BYTES
+            if capacity > self.max_bytes:
+                # Limits such as 2³¹-1 are no multiple of a vec4 themselves.
+                capacity = -(-nbytes // 4) * 4
+        with self._lock:
+            self._collect()
+            ready = self._free.get(capacity)
+            if ready:
+                serial, handle = ready.pop(0)
+                self._free_bytes -= capacity
+            else:
+                if self.limit is not None:
+                    if self._live + capacity > self.limit:
+                        raise self.exhausted(nbytes)
+                    if self._live + self._free_bytes + capacity > self.limit:
+                        self._let_go()
+                serial, handle = next(_serials), self._make(capacity, nbytes)
+            self._live += capacity
+            self._peak = max(self._peak, self._live)
+            return Allocation(self, handle, capacity, serial)
+
+    def trim(self) -> None:
+        """Let go of all memory that nobody uses."""
+        with self._lock:
+            self._collect()
+            self._let_go()
+
+    def _make(self, capacity: int, nbytes: int) -> Any:
+        try:
+            return self._create(capacity)
+        except MemoryError:
+            self._let_go()
+        try:
+            return self._create(capacity)
+        except MemoryError as error:
+            raise self.exhausted(nbytes) from error
+
+    def _let_go(self) -> None:
+        if self._free:
+            self._on_trim()
+        self._free.clear()
+        self._free_bytes = 0
+
+    def _collect(self) -> None:
+        while self.returned:
+            try:
+                capacity, serial, handle = self.returned.popleft()
+            except IndexError:  # Another thread was faster.
+                break
+            self._live -= capacity
+            if self.reuse:
+                bisect.insort(
+                    self._free.setdefault(capacity, []),
+                    (serial, handle),
+                    key=lambda item: item[0],
+                )
+                self._free_bytes += capacity
+        if self._free_bytes > max(KEEP_FREE_BYTES, self._peak):
+            self._let_go()
+
+    def exhausted(self, nbytes: int) -> OutOfMemoryError:
+        """The error for a request of ``nbytes`` that cannot be met."""
+        limit = "not told by the driver" if self.limit is None else f"{self.limit:,} B"
+        return OutOfMemoryError(
+            f"out of device memory: {nbytes:,} B were asked for, {self._live:,} B are "
+            f"in use, the limit is {limit}",
+            cure="drop arrays that are no longer needed, use smaller batches, or "
+            "donate inputs",
+        )
+
+
+class Buffer:
+    """A range of device memory, as arrays hold it.
+
+    Attributes:
+        device: where it lies.
+        nbytes: size of the data in bytes, possibly 0.
+        consumed: whether it was donated and is no longer to be used.
+        key: names the memory and the place in it; equal keys are equal memory.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "allocation",
+        "consumed",
+        "device",
+        "key",
+        "nbytes",
+        "offset",
+    )
+
+    def __init__(
+        self, device: Device, allocation: Allocation, nbytes: int, offset: int = 0
+    ):
+        self.device, self.allocation = device, allocation
+        self.nbytes, self.offset = nbytes, offset
+        self.key = (allocation.serial, offset)
+        self.consumed = False
+
+    @property
+    def handle(self) -> Any:
+        """The backend's object."""
+        return self.allocation.handle
+
+    def consume(self) -> None:
+        """Give the memory up: it belongs to an output now, or goes back to the pool."""
+        if not self.consumed:
+            self.consumed = True
+            del self.allocation
+
+    def alias(self) -> Buffer:
+        """The same memory under a second name; neither may then be overwritten."""
+        self.require(self.device)
+        self.allocation.shared = True
+        return Buffer(self.device, self.allocation, self.nbytes, self.offset)
+
+    def view(self, offset: int, nbytes: int) -> Buffer:
+        """A range of it; ``offset`` in bytes must suit the device's alignment.
+
+        Raises:
+            DeviceError: the range leaves the buffer, or is not aligned.
+        """
+        self.require(self.device)
+        alignment = self.device.target.limits.storage_alignment
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise DeviceError(
+                f"bytes {offset} to {offset + nbytes} leave a buffer of {self.nbytes} B"
+            )
+        if offset % alignment:
+            raise DeviceError(f"offset {offset} is no multiple of {alignment} B")
+        self.allocation.shared = True
+        return Buffer(self.device, self.allocation, nbytes, self.offset + offset)
+
+    def require(self, device: Device) -> None:
+        """Check that ``device`` may use it now.
+
+        Raises:
+            DonatedError: it was donated before.
+            DeviceLostError: its device is gone.
+            DeviceError: it lies on another device.
+        """
+        if self.consumed:
+            raise DonatedError(
+                "this array was donated to an earlier call, which reused its memory",
+                cure="use what that call returned, or do not donate the argument",
+            )
+        if self.device is not device:
+            if not self.device.alive:
+                raise DeviceLostError(
+                    f"the device {self.device.name} is gone, and this array with it",
+                    cure="upload the data again",
+                )
+            raise DeviceError(
+                f"this array lies on {self.device.name}, the call runs on "
+                f"{device.name}",
+                cure="convert the array with .numpy() and pass that",
+            )
+
+
+def bound_bytes(nbytes: int) -> int:
+    """Bytes to bind for a tensor: whole vec4s, so that vector loads reach its end."""
+    return max(MIN_BYTES, -(-nbytes // MIN_BYTES) * MIN_BYTES)

@@ -1,0 +1,186 @@
+"""The device ``cpu``: the same programs in NumPy, with no driver and no wgpu."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..codegen.program import Program
+from ..codegen.target import Limits, Target
+from ..errors import CompilerError
+from . import profiling
+from .buffers import Buffer, Pool, physical_memory
+from .device import STORAGE, VISIBLE, Device, Executable
+
+if TYPE_CHECKING:
+    from ..ir.stage import Stage
+
+#: Kernels are planned as for a portable GPU, so that they look the same; NumPy itself
+#: has no limits on sizes.
+CPU_TARGET = Target(
+    name="cpu",
+    family="cpu",
+    limits=Limits(max_binding_bytes=1 << 46, max_buffer_bytes=1 << 46),
+)
+
+
+class CpuDevice(Device):
+    """NumPy in f32; see `Device`."""
+
+    name, kind, target = "cpu", "cpu", CPU_TARGET
+    _only: CpuDevice | None = None
+
+    def __init__(self) -> None:
+        self.alive = True
+        # NumPy's allocator reuses memory itself; the pool only keeps the account.
+        self.pool = Pool(
+            lambda nbytes: None, reuse=False, limit=int(0.8 * physical_memory())
+        )
+        self._met: set[str] = set()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def instance(cls) -> CpuDevice:
+        """The one device of the process, or a new one after that was destroyed."""
+        if cls._only is None or not cls._only.alive:
+            cls._only = cls()
+        return cls._only
+
+    def build(self, program: Program) -> CpuExecutable:
+        self.check()
+        texts = {kernel.wgsl for kernel in program.kernels}
+        with self._lock:
+            new = texts - self._met
+            self._met |= new
+        if new:
+            profiling.note_compiled(len(new))
+        return CpuExecutable(self, program)
+
+    def hold(self, array: np.ndarray[Any, Any], dtype: str) -> Buffer:
+        """A buffer that shows ``array`` itself, which nobody may change afterwards."""
+        nbytes = array.size * STORAGE[dtype].itemsize
+        allocation = self.pool.acquire(nbytes)
+        allocation.handle = array
+        return Buffer(self, allocation, nbytes)
+
+    def upload(self, array: np.ndarray[Any, Any], dtype: str) -> Buffer:
+        self.check()
+        buffer = self.hold(np.array(array, VISIBLE[dtype], order="C"), dtype)
+        if profiling.active():
+            profiling.note_upload(buffer.nbytes, self.pool.live_bytes)
+        return buffer
+
+    def download(
+        self, buffer: Buffer, shape: Sequence[int], dtype: str
+    ) -> np.ndarray[Any, Any]:
+        self.check()
+        buffer.require(self)
+        if profiling.active():
+            profiling.note_download(buffer.nbytes)
+        array = np.asarray(buffer.handle, VISIBLE[dtype])
+        return array.reshape(tuple(shape)).copy()
+
+    def synchronize(self) -> None:
+        self.check()
+
+    def destroy(self) -> None:
+        self.alive = False
+
+
+class CpuExecutable(Executable):
+    """Evaluates the members of each kernel in order; see `Executable`."""
+
+    def __init__(self, device: CpuDevice, program: Program):
+        self.device, self.program = device, program
+        given = set(program.inputs)
+        written = {stage for kernel in program.kernels for stage in kernel.writes}
+        for stage in program.outputs:
+            if stage.size and stage not in given and stage not in written:
+                raise CompilerError(f"no kernel writes the output {stage.name}")
+        # Values are dropped after the last kernel that binds them, as on a GPU.
+        last: dict[Any, int] = {}
+        for number, kernel in enumerate(program.kernels):
+            for binding in kernel.bindings:
+                last[binding.tensor] = number
+            for stage in kernel.writes:
+                last.setdefault(stage, number)
+        kept = given | set(program.outputs)
+        self._drop: list[list[Stage]] = [[] for _ in program.kernels]
+        for tensor, number in last.items():
+            if tensor in written and tensor not in kept:
+                self._drop[number].append(tensor)
+
+    def __call__(
+        self, inputs: Sequence[Buffer], scalars: Mapping[str, float] | None = None
+    ) -> list[Buffer]:
+        device, program = self.device, self.program
+        device.check()
+        if len(inputs) != len(program.inputs):
+            raise CompilerError(
+                f"{len(inputs)} inputs were given to a program of {len(program.inputs)}"
+            )
+        values: dict[Stage, np.ndarray[Any, Any]] = {}
+        held: dict[Stage, Buffer] = {}
+        for buffer, stage in zip(inputs, program.inputs):
+            buffer.require(device)
+            array = np.asarray(buffer.handle, VISIBLE[stage.dtype])
+            values[stage] = array.reshape(stage.shape)
+            held[stage] = buffer
+        try:
+            self._run(values, held, scalars or {})
+            results = self._results(values, held)
+        except MemoryError as error:
+            if hasattr(error, "where"):
+                raise
+            raise device.pool.exhausted(0) from error
+        for position in program.donated:
+            inputs[position].consume()
+        return results
+
+    def _run(
+        self,
+        values: dict[Stage, np.ndarray[Any, Any]],
+        held: dict[Stage, Buffer],
+        scalars: Mapping[str, float],
+    ) -> None:
+        from ..ir.interpret import evaluate_stage
+
+        for number, kernel in enumerate(self.program.kernels):
+            began = time.perf_counter()
+            with np.errstate(all="ignore"):
+                for stage in kernel.members:
+                    values[stage] = evaluate_stage(
+                        stage, values, dtype="float32", scalars=scalars
+                    )
+            for stage in kernel.writes:
+                # A store narrows, e.g. f16.
+                stored = np.ascontiguousarray(values[stage], VISIBLE[stage.dtype])
+                held[stage] = self.device.hold(stored.reshape(stage.shape), stage.dtype)
+                values[stage] = held[stage].handle
+            for stage in kernel.members:
+                if stage not in held:
+                    del values[stage]
+            if profiling.active():
+                spent = time.perf_counter() - began
+                live = self.device.pool.live_bytes
+                profiling.note_dispatches([kernel], live, [spent])
+            for stage in self._drop[number]:
+                del values[stage], held[stage]
+
+    def _results(
+        self,
+        values: dict[Stage, np.ndarray[Any, Any]],
+        held: dict[Stage, Buffer],
+    ) -> list[Buffer]:
+        results: list[Buffer] = []
+        for stage in self.program.outputs:
+            if stage not in values:  # Empty, so that no kernel was needed.
+                empty = np.zeros(stage.shape, VISIBLE[stage.dtype])
+                held[stage] = self.device.hold(empty, stage.dtype)
+                values[stage] = empty
+            results.append(held[stage].alias())
+        return results

@@ -1,0 +1,278 @@
+"""Which device runs things: the base class, the list of devices and the choice.
+
+Choice is lazy: nothing imports wgpu before the first array needs a device.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..codegen.target import Target
+from ..errors import DeviceError, DeviceLostError, LimitError, NoAdapterError
+from .buffers import Buffer, Pool
+
+if TYPE_CHECKING:
+    from ..codegen.program import Program
+
+#: How each dtype lies in memory.  A bool is a u32 of 0 or 1.
+STORAGE: dict[str, np.dtype[Any]] = {
+    "f32": np.dtype(np.float32),
+    "f16": np.dtype(np.float16),
+    "i32": np.dtype(np.int32),
+    "u32": np.dtype(np.uint32),
+    "bool": np.dtype(np.uint32),
+}
+
+#: What NumPy shows of each dtype.
+VISIBLE: dict[str, np.dtype[Any]] = STORAGE | {"bool": np.dtype(np.bool_)}
+
+
+class Executable(abc.ABC):
+    """A program made ready for one device; it may be called from several threads."""
+
+    program: Program
+
+    @abc.abstractmethod
+    def __call__(
+        self, inputs: Sequence[Buffer], scalars: Mapping[str, float] | None = None
+    ) -> list[Buffer]:
+        """Run it; returns one buffer an output, without waiting for the device.
+
+        Donated inputs are consumed: using them again raises `DonatedError`.
+        """
+
+
+class Device(abc.ABC):
+    """Something that holds arrays and runs programs.
+
+    Attributes:
+        name: for people.
+        kind: ``"wgpu"`` or ``"cpu"``.
+        target: what kernels are planned for.
+        pool: its memory and the account of it.
+        alive: False once it was destroyed or lost.
+    """
+
+    name: str
+    kind: str
+    target: Target
+    pool: Pool
+    alive: bool = True
+
+    @abc.abstractmethod
+    def build(self, program: Program) -> Executable:
+        """Make a program ready: compile its kernels and plan its memory.
+
+        Raises:
+            LimitError: a tensor or a dispatch is larger than the device allows.
+            CompilerError: a kernel is not valid; our own fault.
+        """
+
+    @abc.abstractmethod
+    def upload(self, array: np.ndarray[Any, Any], dtype: str) -> Buffer:
+        """Copy an array to the device, converted to ``dtype``'s layout."""
+
+    @abc.abstractmethod
+    def download(
+        self, buffer: Buffer, shape: Sequence[int], dtype: str
+    ) -> np.ndarray[Any, Any]:
+        """Copy a buffer into a new array; waits for the work that fills it."""
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything that was launched has finished."""
+
+    @abc.abstractmethod
+    def destroy(self) -> None:
+        """Give the device up: later use of it or its arrays raises an error."""
+
+    def check(self) -> None:
+        """Refuse a device that is gone.
+
+        Raises:
+            DeviceLostError: it was destroyed or lost.
+        """
+        if not self.alive:
+            raise DeviceLostError(
+                f"the device {self.name} is gone, and its arrays with it",
+                cure="choose a device again with use_device() and upload the data "
+                "again",
+            )
+
+    def check_size(self, nbytes: int) -> None:
+        """Refuse an array that the device can never hold.
+
+        Raises:
+            LimitError: it is larger than the largest buffer.
+        """
+        limit = self.target.limits.max_buffer_bytes
+        if nbytes > limit:
+            raise LimitError(
+                f"an array of {nbytes:,} B is larger than the largest buffer of "
+                f"{self.name}, {limit:,} B",
+                cure="split it",
+            )
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} device {self.name!r}{'' if self.alive else ' (gone)'}>"
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One entry of `devices()`.
+
+    Attributes:
+        spec: what to give to `use_device` or to ``SHADERDSL_DEVICE``.
+        name: the adapter's name.
+        kind: ``"discrete"``, ``"integrated"``, ``"software"``, ``"other"``, ``"cpu"``.
+        backend: ``"Vulkan"``, ``"Metal"``, … or ``"numpy"``.
+        driver: the driver's own description.
+        target: limits and features.
+    """
+
+    spec: str
+    name: str
+    kind: str
+    backend: str
+    driver: str
+    target: Target
+
+
+_lock = threading.RLock()
+_current: Device | None = None
+
+
+def devices() -> list[DeviceInfo]:
+    """Every device that could be used: adapters, the preferred first, then ``cpu``."""
+    from .cpu import CPU_TARGET
+
+    version = f"NumPy {np.__version__}"
+    cpu = DeviceInfo("cpu", "cpu", "cpu", "numpy", version, CPU_TARGET)
+    return [*_adapters(), cpu]
+
+
+def current() -> Device:
+    """The device in use; chosen at the first call.
+
+    ``SHADERDSL_DEVICE`` names it: ``cpu``, ``wgpu``, ``wgpu:<name or number>``.
+    Without it the best adapter is taken, or ``cpu`` where there is none.
+
+    Raises:
+        NoAdapterError: no such adapter; or none at all and ``SHADERDSL_EXPECT_ADAPTER``
+            is 1.
+    """
+    global _current
+    # Read without the lock: replacing the reference is atomic.
+    device = _current
+    if device is None:
+        with _lock:
+            if _current is None:
+                _current = _choose(os.environ.get("SHADERDSL_DEVICE"), "adapter")
+            device = _current
+    return device
+
+
+def use_device(spec: str | Device | None = None, *, limits: str = "adapter") -> Device:
+    """Choose the device for what follows, in all threads.
+
+    Args:
+        spec: ``"cpu"``, ``"wgpu"``, ``"wgpu:<name or number>"``, a `Device` that was
+            returned before, or None for the default.
+        limits: ``"adapter"`` uses all that the adapter offers, ``"portable"`` only what
+            every WebGPU implementation guarantees (smaller kernels, no f16, no
+            subgroups).
+
+    Raises:
+        NoAdapterError: there is no such adapter; says what there is.
+    """
+    global _current
+    if limits not in ("adapter", "portable"):
+        raise DeviceError(
+            f"limits={limits!r} is not known", cure="say 'adapter' or 'portable'"
+        )
+    with _lock:
+        if isinstance(spec, Device):
+            spec.check()
+            _current = spec
+        else:
+            _current = _choose(spec or os.environ.get("SHADERDSL_DEVICE"), limits)
+        return _current
+
+
+def _adapters() -> list[DeviceInfo]:
+    """The adapters, or none where wgpu cannot be imported or finds no driver."""
+    try:
+        from . import wgpu_device
+    except (ImportError, OSError, RuntimeError):
+        return []
+    return wgpu_device.adapters()
+
+
+def _choose(spec: str | None, limits: str) -> Device:
+    from .cpu import CpuDevice
+
+    if spec == "cpu":
+        return CpuDevice.instance()
+    backend, _, wanted = (spec or "wgpu").partition(":")
+    if backend != "wgpu":
+        raise NoAdapterError(
+            f"the device {spec!r} is not known", cure=_what_there_is(_adapters())
+        )
+    found = _adapters()
+    if wanted:
+        matches = [info for info in found if _matches(info, wanted)]
+        if not matches:
+            raise NoAdapterError(
+                f"no adapter is called {wanted!r}", cure=_what_there_is(found)
+            )
+        return _open(matches[0], limits)
+    reason = "no WebGPU adapter was found"
+    for info in found:
+        try:
+            return _open(info, limits)
+        except DeviceError as error:  # A broken driver must not hide a working one.
+            reason = error.message
+    expected = os.environ.get("SHADERDSL_EXPECT_ADAPTER") == "1"
+    if spec or expected:
+        raise NoAdapterError(
+            reason,
+            cure="install a Vulkan, Metal or Direct3D 12 driver (Mesa's software "
+            "driver will do), or set SHADERDSL_DEVICE=cpu",
+        )
+    _say_once(f"shaderdsl: {reason}; running on the CPU with NumPy")
+    return CpuDevice.instance()
+
+
+def _open(info: DeviceInfo, limits: str) -> Device:
+    from .wgpu_device import WgpuDevice
+
+    return WgpuDevice.open(info.spec, limits)
+
+
+def _matches(info: DeviceInfo, wanted: str) -> bool:
+    if wanted.isdigit():
+        return info.spec == f"wgpu:{wanted}"
+    text = f"{info.name} {info.driver} {info.backend}".lower()
+    return wanted.lower() in text
+
+
+def _what_there_is(found: list[DeviceInfo]) -> str:
+    names = [f"{i.spec} ({i.name}, {i.backend})" for i in found]
+    return "choose one of: " + ", ".join([*names, "cpu"])
+
+
+_said: set[str] = set()
+
+
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        print(line, file=sys.stderr)

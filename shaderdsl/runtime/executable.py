@@ -1,0 +1,284 @@
+"""A program on a wgpu device: one encoder, one pass and one submission a call."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import wgpu
+from wgpu.backends.wgpu_native import lib
+
+from ..codegen.program import Kernel, Program
+from ..errors import CompilerError
+from . import profiling
+from .buffers import Allocation, Buffer, bound_bytes
+from .device import Executable
+from .plan import MemoryPlan, check_limits, pack_params, plan_memory
+
+if TYPE_CHECKING:
+    from .wgpu_device import WgpuDevice
+
+#: Sets of buffers whose bind groups a program remembers as a whole, and bind groups
+#: that it remembers for each kernel.
+KEEP_SETS = 16
+KEEP_GROUPS = 16
+
+#: Timestamps of one query set; WebGPU allows 4096.
+MAX_QUERIES = 4096
+
+Key = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One dispatch that really happens."""
+
+    kernel: Kernel
+    pipeline: Any
+    group_layout: Any
+    params: tuple[int, int] | None
+    number: int
+
+
+class WgpuExecutable(Executable):
+    """See `Executable`.  Thread-safe: each call encodes on its own, and the queue runs
+    calls one after another, so they may share memory and the parameter block.
+    """
+
+    def __init__(self, device: WgpuDevice, program: Program):
+        check_limits(program, device.target.limits)
+        self.device, self.program = device, program
+        self._plans = {program.donated: plan_memory(program, program.donated)}
+        self._block = pack_params(
+            program.kernels, device.target.limits.uniform_alignment
+        )
+        self._uniform: Any = None
+        self._written = self._block.words
+        if self._block.words:
+            self._uniform = device.gpu.create_buffer_with_data(
+                data=self._block.words,
+                usage=wgpu.BufferUsage.UNIFORM | wgpu.BufferUsage.COPY_DST,
+            )
+        # A dispatch of no workgroups computes nothing.
+        work = [(i, k) for i, k in enumerate(program.kernels) if 0 not in k.workgroups]
+        pipelines = device.pipelines.get([kernel for _, kernel in work])
+        self._steps = [
+            _Step(kernel, *pipeline, self._block.ranges[i], i)
+            for (i, kernel), pipeline in zip(work, pipelines)
+        ]
+        self._lock = threading.Lock()
+        self._sets: OrderedDict[Key, list[Any]] = OrderedDict()
+        self._groups: list[OrderedDict[Key, Any]] = [OrderedDict() for _ in self._steps]
+
+    def __call__(
+        self, inputs: Sequence[Buffer], scalars: Mapping[str, float] | None = None
+    ) -> list[Buffer]:
+        device, program = self.device, self.program
+        device.check()
+        if len(inputs) != len(program.inputs):
+            raise CompilerError(
+                f"{len(inputs)} inputs were given to a program of {len(program.inputs)}"
+            )
+        for buffer, stage in zip(inputs, program.inputs):
+            buffer.require(device)
+            if buffer.nbytes != stage.nbytes:
+                raise CompilerError(
+                    f"a buffer of {buffer.nbytes} B was given for {stage.name} of "
+                    f"{stage.nbytes} B"
+                )
+        words = self._block.fill(scalars or {})
+        donated = self._donated(inputs)
+        plan = self._plan(donated)
+        memory = self._memory(plan, inputs)
+        try:
+            groups = self._bind(plan, memory)
+            seconds = self._run(groups, words)
+        except wgpu.GPUError as error:
+            raise device.translate(error, "a launch") from error
+        if profiling.active():
+            profiling.note_dispatches(
+                [step.kernel for step in self._steps], device.pool.live_bytes, seconds
+            )
+        results = self._results(plan, inputs, memory, donated)
+        for position in program.donated:
+            inputs[position].consume()
+        return results
+
+    def forget(self) -> None:
+        """Drop cached bind groups, which keep their buffers from being freed."""
+        with self._lock:
+            self._sets.clear()
+            for cache in self._groups:
+                cache.clear()
+
+    def _donated(self, inputs: Sequence[Buffer]) -> frozenset[int]:
+        """Donated inputs whose memory nobody else sees in this call."""
+        donated = self.program.donated
+        if not donated:
+            return donated
+        seen = Counter(buffer.key[0] for buffer in inputs)
+        usable = [
+            i
+            for i in donated
+            if seen[inputs[i].key[0]] == 1 and not inputs[i].allocation.shared
+        ]
+        return donated if len(usable) == len(donated) else frozenset(usable)
+
+    def _plan(self, donated: frozenset[int]) -> MemoryPlan:
+        plan = self._plans.get(donated)
+        if plan is None:
+            plan = self._plans[donated] = plan_memory(self.program, donated)
+        return plan
+
+    def _memory(
+        self, plan: MemoryPlan, inputs: Sequence[Buffer]
+    ) -> list[tuple[Allocation, int]]:
+        """``(allocation, offset)`` of every slot.
+
+        Temporaries are asked for first: they come back at once, so they get the same
+        memory in each call, while outputs change with what the caller keeps.
+        """
+        memory: list[Any] = [(b.allocation, b.offset) for b in inputs]
+        memory += [None] * (len(plan.slots) - len(inputs))
+        for kind in ("temp", "output"):
+            for i, slot in enumerate(plan.slots):
+                if slot.kind == kind:
+                    memory[i] = (self.device.pool.acquire(slot.nbytes), 0)
+        return memory
+
+    def _bind(
+        self, plan: MemoryPlan, memory: list[tuple[Allocation, int]]
+    ) -> list[Any]:
+        """The bind group of each step."""
+        keys = tuple((a.serial, offset) for a, offset in memory)
+        with self._lock:
+            groups = self._sets.get(keys)
+            if groups is not None:
+                self._sets.move_to_end(keys)
+                return groups
+        groups = []
+        for step, cache in zip(self._steps, self._groups):
+            slots = plan.bindings[step.number]
+            key = tuple(keys[slot] for slot in slots)
+            with self._lock:
+                group = cache.get(key)
+            if group is None:
+                group = self._group(step, [memory[slot] for slot in slots])
+                with self._lock:
+                    cache[key] = group
+                    if len(cache) > KEEP_GROUPS:
+                        cache.popitem(last=False)
+            groups.append(group)
+        with self._lock:
+            self._sets[keys] = groups
+            if len(self._sets) > KEEP_SETS:
+                self._sets.popitem(last=False)
+        return groups
+
+    def _group(self, step: _Step, memory: list[tuple[Allocation, int]]) -> Any:
+        entries = []
+        for binding, (allocation, offset) in zip(step.kernel.bindings, memory):
+            # Only next to the device's largest buffer is there less room.
+            room = allocation.capacity - offset
+            size = min(bound_bytes(binding.tensor.nbytes), room)
+            entries.append((allocation.handle, offset, size))
+        if step.params is not None:
+            entries.append((self._uniform, *step.params))
+        return self.device.gpu.create_bind_group(
+            layout=step.group_layout,
+            entries=[
+                {
+                    "binding": i,
+                    "resource": {"buffer": handle, "offset": offset, "size": size},
+                }
+                for i, (handle, offset, size) in enumerate(entries)
+            ],
+        )
+
+    def _run(self, groups: list[Any], words: bytes) -> list[float] | None:
+        """Launch; returns each step's device time in seconds if that was asked for."""
+        if not self._steps:
+            return None
+        if profiling.wants_timestamps() and self.device.target.features.timestamps:
+            seconds: list[float] = []
+            for start in range(0, len(groups), MAX_QUERIES // 2):
+                stop = start + MAX_QUERIES // 2
+                seconds += self._run_timed(start, groups[start:stop], words)
+            return seconds
+        encoder = self.device.gpu.create_command_encoder()
+        compute = encoder.begin_compute_pass()
+        current = None
+        for step, group in zip(self._steps, groups):
+            if step.pipeline is not current:
+                current = step.pipeline
+                compute.set_pipeline(current)
+            compute.set_bind_group(0, group)
+            compute.dispatch_workgroups(*step.kernel.workgroups)
+        compute.end()
+        self._submit(encoder.finish(), words)
+        return None
+
+    def _submit(self, commands: Any, words: bytes) -> None:
+        def write() -> None:
+            # The last call's words are still there if nothing changed.
+            if words != self._written:
+                self.device.queue.write_buffer(self._uniform, 0, words)
+                self._written = words
+
+        self.device.submit([commands], before=write)
+
+    def _run_timed(self, start: int, groups: list[Any], words: bytes) -> list[float]:
+        """Each step in a pass of its own between two timestamps; waits for the end."""
+        gpu, count = self.device.gpu, 2 * len(groups)
+        queries = gpu.create_query_set(type="timestamp", count=count)
+        ticks = gpu.create_buffer(
+            size=8 * count,
+            usage=wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC,
+        )
+        encoder = gpu.create_command_encoder()
+        for i, group in enumerate(groups):
+            step = self._steps[start + i]
+            compute = encoder.begin_compute_pass(
+                timestamp_writes={
+                    "query_set": queries,
+                    "beginning_of_pass_write_index": 2 * i,
+                    "end_of_pass_write_index": 2 * i + 1,
+                }
+            )
+            compute.set_pipeline(step.pipeline)
+            compute.set_bind_group(0, group)
+            compute.dispatch_workgroups(*step.kernel.workgroups)
+            compute.end()
+        encoder.resolve_query_set(queries, 0, count, ticks, 0)
+        self._submit(encoder.finish(), words)
+        raw = np.empty(count, np.uint64)
+        self.device.read(ticks, 0, raw.view(np.uint8))
+        spent = (raw[1::2] - raw[::2]).astype(np.float64)
+        period = lib.wgpuQueueGetTimestampPeriod(self.device.queue._internal)
+        return [float(s) for s in spent * period * 1e-9]
+
+    def _results(
+        self,
+        plan: MemoryPlan,
+        inputs: Sequence[Buffer],
+        memory: list[tuple[Allocation, int]],
+        donated: frozenset[int],
+    ) -> list[Buffer]:
+        """A buffer for each output; memory that appears twice is marked as shared."""
+        made: dict[int, Buffer] = {}
+        results = []
+        for slot, stage in zip(plan.outputs, self.program.outputs):
+            if slot in made:
+                results.append(made[slot].alias())
+                continue
+            if slot < len(inputs) and slot not in donated:
+                made[slot] = inputs[slot].alias()
+            else:
+                allocation, offset = memory[slot]
+                made[slot] = Buffer(self.device, allocation, stage.nbytes, offset)
+            results.append(made[slot])
+        return results

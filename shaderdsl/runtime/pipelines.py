@@ -1,0 +1,130 @@
+"""Compute pipelines, made once for each WGSL text and way of binding."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import wgpu
+
+from ..errors import CompilerError, DeviceLostError
+from . import profiling
+
+if TYPE_CHECKING:
+    from ..codegen.program import Kernel
+    from .wgpu_device import WgpuDevice
+
+#: New kernels from which compiling on several threads is worth starting them.
+PARALLEL_FROM = 4
+
+#: What tells pipelines apart: text, access of each binding, whether parameters follow.
+Key = tuple[str, tuple[str, ...], bool]
+
+
+class Pipelines:
+    """The pipelines of one device.
+
+    Attributes:
+        compiled: pipelines that were created so far.
+    """
+
+    def __init__(self, device: WgpuDevice):
+        # The device owns this object; a reference back would make a cycle that keeps
+        # the driver's objects until a full collection.
+        self._gpu, self._name = device.gpu, device.name
+        self._made: dict[Key, Future[tuple[Any, Any]]] = {}
+        self._layouts: dict[tuple[tuple[str, ...], bool], tuple[Any, Any]] = {}
+        self._lock = threading.Lock()
+        self.compiled = 0
+
+    def get(self, kernels: Sequence[Kernel]) -> list[tuple[Any, Any]]:
+        """``(pipeline, bind group layout)`` of each kernel; makes what is missing.
+
+        Raises:
+            CompilerError: the driver refused a text; our own fault.
+        """
+        futures, new = [], []
+        with self._lock:
+            for kernel in kernels:
+                key = self._key(kernel)
+                future = self._made.get(key)
+                if future is None:
+                    future = self._made[key] = Future()
+                    new.append((kernel, key, future))
+                futures.append(future)
+        workers = min(8, os.cpu_count() or 1, len(new))
+        if len(new) >= PARALLEL_FROM and workers > 1:
+            with ThreadPoolExecutor(workers) as threads:
+                list(threads.map(lambda job: self._make(*job), new))
+        else:
+            for job in new:
+                self._make(*job)
+        return [future.result() for future in futures]
+
+    @staticmethod
+    def _key(kernel: Kernel) -> Key:
+        access = tuple(binding.access for binding in kernel.bindings)
+        return kernel.wgsl, access, bool(kernel.params)
+
+    def _make(self, kernel: Kernel, key: Key, future: Future[tuple[Any, Any]]) -> None:
+        try:
+            group_layout, layout = self._layout(key[1], key[2])
+            module = self._gpu.create_shader_module(label=kernel.name, code=kernel.wgsl)
+            pipeline = self._gpu.create_compute_pipeline(
+                label=kernel.name,
+                layout=layout,
+                compute={"module": module, "entry_point": "main"},
+            )
+        except Exception as error:
+            with self._lock:  # A later attempt may have a living device.
+                self._made.pop(key, None)
+            future.set_exception(self._refused(kernel, error))
+            return
+        with self._lock:
+            self.compiled += 1
+        profiling.note_compiled()
+        future.set_result((pipeline, group_layout))
+
+    def _refused(self, kernel: Kernel, error: Exception) -> Exception:
+        text = str(error).strip()
+        if "device is lost" in text:
+            return DeviceLostError(f"the device {self._name} was lost while compiling")
+        if not isinstance(error, wgpu.GPUError):
+            return error
+        lines = kernel.wgsl.splitlines()
+        numbered = "\n".join(f"{i:4} | {line}" for i, line in enumerate(lines, 1))
+        return CompilerError(
+            f"the driver refused the kernel {kernel.name}; this is a fault of "
+            f"shaderdsl, not of your program:\n{text}\n{numbered}",
+            cure="please report this text",
+        )
+
+    def _layout(self, access: tuple[str, ...], params: bool) -> tuple[Any, Any]:
+        """Bind group layout and pipeline layout.
+
+        Explicit, because an automatic one leaves out bindings that a text never uses.
+        """
+        with self._lock:
+            found = self._layouts.get((access, params))
+        if found is not None:
+            return found
+        names = {"read": "read-only-storage", "read_write": "storage"}
+        types = [names[a] for a in access]
+        if params:
+            types.append("uniform")
+        group = self._gpu.create_bind_group_layout(
+            entries=[
+                {
+                    "binding": i,
+                    "visibility": wgpu.ShaderStage.COMPUTE,
+                    "buffer": {"type": kind},
+                }
+                for i, kind in enumerate(types)
+            ]
+        )
+        layout = self._gpu.create_pipeline_layout(bind_group_layouts=[group])
+        with self._lock:
+            return self._layouts.setdefault((access, params), (group, layout))

@@ -1,0 +1,410 @@
+"""The device behind wgpu: adapters, transfers, submission, loss.
+
+This module and its siblings `pipelines` and `executable` are the only ones that import
+wgpu, directly or not.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+# Mesa prints an error for each adapter if the variable is unset, and the wgpu import
+# may already create one.
+os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
+
+import wgpu
+from wgpu.backends.wgpu_native import ffi, lib
+
+from ..codegen.target import (
+    SOFTWARE_LOOP_BUDGET,
+    UNBOUNDED_LOOP_BUDGET,
+    Features,
+    Limits,
+    Target,
+)
+from ..errors import (
+    CompilerError,
+    DeviceError,
+    DeviceLostError,
+    NoAdapterError,
+    ShaderError,
+)
+from . import profiling
+from .buffers import Buffer, Pool, physical_memory
+from .device import STORAGE, VISIBLE, Device, DeviceInfo
+from .pipelines import Pipelines
+
+if TYPE_CHECKING:
+    from ..codegen.program import Program
+    from .executable import WgpuExecutable
+
+#: Bytes a transfer moves at a time, so that staging memory stays small beside data.
+CHUNK_BYTES = 64 << 20
+
+#: Staging buffers up to this size (bytes) are kept for the next small read.
+KEEP_STAGING_BYTES = 1 << 20
+
+#: Submissions in flight beyond which a launch waits for the oldest, so that a host
+#: that outruns the device does not pile up command buffers.
+MAX_IN_FLIGHT = 64
+
+_USAGE = (
+    wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
+)
+_STAGING = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
+
+#: Our names for wgpu's limits.
+_LIMITS = {
+    "max_storage_buffers": "max-storage-buffers-per-shader-stage",
+    "max_workgroup_storage": "max-compute-workgroup-storage-size",
+    "max_invocations": "max-compute-invocations-per-workgroup",
+    "max_workgroup_size_x": "max-compute-workgroup-size-x",
+    "max_workgroups": "max-compute-workgroups-per-dimension",
+    "max_binding_bytes": "max-storage-buffer-binding-size",
+    "max_buffer_bytes": "max-buffer-size",
+    "uniform_alignment": "min-uniform-buffer-offset-alignment",
+    "storage_alignment": "min-storage-buffer-offset-alignment",
+}
+
+_KINDS = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "software"}
+_ORDER = ("discrete", "integrated", "other", "software")
+
+
+class _LossWatch(logging.Handler):
+    """Keeps wgpu's log off stderr and notices when it reports a lost device.
+
+    wgpu-py offers no callback for the loss of a device, only this line in its log.
+    Having a handler also stops Python from printing the log where nobody asked for it;
+    an application that configures logging still gets it.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "device was lost" in record.getMessage():
+            # Called from inside the driver: only take a note here.
+            for device in list(_opened):
+                device.suspect = True
+
+
+_opened: weakref.WeakSet[WgpuDevice] = weakref.WeakSet()
+logging.getLogger("wgpu").addHandler(_LossWatch())
+
+_adapter_lock = threading.Lock()
+_found: list[tuple[Any, DeviceInfo]] | None = None
+_home = os.getpid()
+
+
+def adapters() -> list[DeviceInfo]:
+    """All adapters, the preferred first: native before OpenGL, GPUs before software."""
+    return [info for _, info in _enumerate()]
+
+
+def _enumerate() -> list[tuple[Any, DeviceInfo]]:
+    global _found
+    _refuse_fork()
+    with _adapter_lock:
+        if _found is None:
+            found = list(wgpu.gpu.enumerate_adapters_sync())
+            found.sort(key=_preference)
+            _found = [(a, _describe(a, i)) for i, a in enumerate(found)]
+        return _found
+
+
+def _kind(adapter: Any) -> str:
+    return _KINDS.get(adapter.info["adapter_type"], "other")
+
+
+def _preference(adapter: Any) -> tuple[bool, int]:
+    opengl = "opengl" in adapter.info["backend_type"].lower()
+    return opengl, _ORDER.index(_kind(adapter))
+
+
+def _describe(adapter: Any, number: int) -> DeviceInfo:
+    info, have = adapter.info, adapter.features
+    name = info["device"] or info["description"] or info["vendor"] or "unnamed"
+    software = _kind(adapter) == "software"
+    target = Target(
+        name=name,
+        family="software" if software else "gpu",
+        limits=Limits(**{k: int(adapter.limits[v]) for k, v in _LIMITS.items()}),
+        features=Features(
+            f16="shader-f16" in have,
+            subgroups="subgroup" in have,
+            timestamps="timestamp-query" in have,
+        ),
+        loop_budget=SOFTWARE_LOOP_BUDGET if software else UNBOUNDED_LOOP_BUDGET,
+    )
+    return DeviceInfo(
+        spec=f"wgpu:{number}",
+        name=name,
+        kind=_kind(adapter),
+        backend=info["backend_type"],
+        driver=info["description"],
+        target=target,
+    )
+
+
+def _refuse_fork() -> None:
+    if os.getpid() != _home:
+        raise DeviceError(
+            "the GPU driver was used before this process forked; it would hang here",
+            cure="start workers with the 'spawn' method, or use_device('cpu') in them",
+        )
+
+
+class WgpuDevice(Device):
+    """A wgpu device with its memory pool and pipelines; see `Device`."""
+
+    kind = "wgpu"
+
+    def __init__(self, adapter: Any, info: DeviceInfo, limits: str):
+        self.name, self.info, self.limits = info.name, info, limits
+        self.target = info.target if limits == "adapter" else info.target.portable()
+        wanted = self.target.features
+        features = [
+            name
+            for name, have in [
+                ("shader-f16", wanted.f16),
+                ("subgroup", wanted.subgroups),
+                ("subgroup-barrier", "subgroup-barrier" in adapter.features),
+                ("timestamp-query", wanted.timestamps),
+            ]
+            if have
+        ]
+        required = {v: getattr(self.target.limits, k) for k, v in _LIMITS.items()}
+        if limits == "adapter":
+            for axis in "xyz":
+                name = f"max-compute-workgroup-size-{axis}"
+                required[name] = adapter.limits[name]
+        try:
+            self.gpu = adapter.request_device_sync(
+                required_features=features, required_limits=required
+            )
+        except (RuntimeError, wgpu.GPUError) as error:
+            raise DeviceError(f"{info.name} gave no device: {error}") from error
+        self.queue = self.gpu.queue
+        #: Held while a call writes its parameters and submits, which must not mix with
+        #: another thread's.
+        self.submit_lock = threading.RLock()
+        #: Tells `destroy` that no thread waits for a mapped buffer any more.
+        self._quiet = threading.Condition(self.submit_lock)
+        self._readers = 0
+        #: Set when some device was lost; the next check finds out which.
+        self.suspect = False
+        self.alive = True
+        software = self.target.family == "software"
+        # Software drivers take RAM on trust and let the kernel kill the process.
+        limit = int(0.8 * physical_memory()) if software else None
+        self.pool = Pool(
+            self._create,
+            limit=limit,
+            max_bytes=self.target.limits.max_buffer_bytes,
+            on_trim=self._forget_bind_groups,
+        )
+        self.pipelines = Pipelines(self)
+        self._executables: weakref.WeakSet[WgpuExecutable] = weakref.WeakSet()
+        self._in_flight: deque[int] = deque()
+        self._staging: list[Any] = []
+        _opened.add(self)
+
+    @classmethod
+    def open(cls, spec: str, limits: str) -> WgpuDevice:
+        """The device of an adapter; one that is open already is used again."""
+        for device in list(_opened):
+            if device.info.spec == spec and device.limits == limits and device.alive:
+                return device
+        for adapter, info in _enumerate():
+            if info.spec == spec:
+                return cls(adapter, info, limits)
+        raise NoAdapterError(f"no adapter {spec!r}")
+
+    def build(self, program: Program) -> WgpuExecutable:
+        from .executable import WgpuExecutable
+
+        self.check()
+        executable = WgpuExecutable(self, program)
+        self._executables.add(executable)
+        return executable
+
+    def check(self) -> None:
+        """Refuse a device that is gone, or a process that was forked.
+
+        The driver would abort the process or hang.
+        """
+        if os.getpid() != _home:
+            _refuse_fork()
+        if self.suspect and self.alive:
+            self.suspect = False
+            try:
+                self.gpu.create_buffer(size=16, usage=_USAGE)
+            except wgpu.GPUError:
+                self.alive = False
+        super().check()
+
+    def destroy(self) -> None:
+        if not self.alive:
+            return
+        self.synchronize()
+        with self._quiet:
+            self.alive = False
+            # Unmapped reads would wait for ever, and the driver would abort.
+            self._quiet.wait_for(lambda: self._readers == 0)
+            self._staging.clear()
+            self.gpu.destroy()
+        self._forget_bind_groups()
+
+    def synchronize(self) -> None:
+        self.check()
+        self.gpu._poll_wait()
+
+    # Transfers
+
+    def upload(self, array: np.ndarray[Any, Any], dtype: str) -> Buffer:
+        self.check()
+        data = np.ascontiguousarray(array, STORAGE[dtype]).reshape(-1)
+        self.check_size(data.nbytes)
+        buffer = Buffer(self, self.pool.acquire(data.nbytes), data.nbytes)
+        if data.nbytes:
+            flat = data.view(np.uint8)
+            if flat.size % 4:  # Transfers move whole words.
+                flat = np.concatenate([flat, np.zeros(-flat.size % 4, np.uint8)])
+            for start in range(0, flat.size, CHUNK_BYTES):
+                part = flat[start : start + CHUNK_BYTES]
+                with self.submit_lock:
+                    self.check()
+                    self.queue.write_buffer(buffer.handle, start, part)
+                if flat.size > CHUNK_BYTES:
+                    # Staging memory is freed when a submission that uses it ends.
+                    self.submit([])
+                    self.synchronize()
+        if profiling.active():
+            profiling.note_upload(data.nbytes, self.pool.live_bytes)
+        return buffer
+
+    def download(
+        self, buffer: Buffer, shape: Sequence[int], dtype: str
+    ) -> np.ndarray[Any, Any]:
+        buffer.require(self)
+        self.check()
+        out = np.empty(tuple(shape), STORAGE[dtype])
+        if out.nbytes > buffer.nbytes:
+            raise CompilerError(
+                f"{out.nbytes} B were to be read from a buffer of {buffer.nbytes} B"
+            )
+        if out.nbytes:
+            flat = out.reshape(-1).view(np.uint8)
+            for start in range(0, flat.size, CHUNK_BYTES):
+                part = flat[start : start + CHUNK_BYTES]
+                self.read(buffer.handle, buffer.offset + start, part)
+        if profiling.active():
+            profiling.note_download(out.nbytes)
+        if VISIBLE[dtype] != STORAGE[dtype]:
+            return out.astype(VISIBLE[dtype])
+        return out
+
+    def read(self, handle: Any, start: int, out: np.ndarray[Any, Any]) -> None:
+        """Fill ``out`` (bytes) from a wgpu buffer at ``start``; waits for the data."""
+        nbytes = -(-out.size // 4) * 4
+        with self._quiet:
+            self.check()
+            self._readers += 1
+        try:
+            staging = self._take_staging(nbytes)
+            encoder = self.gpu.create_command_encoder()
+            encoder.copy_buffer_to_buffer(handle, start, staging, 0, nbytes)
+            self.submit([encoder.finish()])
+            staging.map_async("READ_NOSYNC", 0, nbytes).sync_wait()
+            mapped = staging.read_mapped(0, nbytes, copy=False)
+            out[:] = np.frombuffer(mapped, np.uint8, out.size)
+            del mapped
+            staging.unmap()
+            if staging.size <= KEEP_STAGING_BYTES and len(self._staging) < 8:
+                self._staging.append(staging)
+            else:
+                # Do not wait for garbage collection with tens of megabytes.
+                staging.destroy()
+        except (wgpu.GPUError, RuntimeError) as error:
+            raise self.translate(error, "reading an array back") from error
+        finally:
+            with self._quiet:
+                self._readers -= 1
+                self._quiet.notify_all()
+
+    def _take_staging(self, nbytes: int) -> Any:
+        try:
+            staging = self._staging.pop()
+            if staging.size >= nbytes:
+                return staging
+        except IndexError:
+            pass
+        size = nbytes if nbytes > KEEP_STAGING_BYTES else max(4096, 2 * nbytes)
+        return self.gpu.create_buffer(size=size, usage=_STAGING)
+
+    # Submission
+
+    def submit(
+        self, commands: list[Any], before: Callable[[], None] | None = None
+    ) -> None:
+        """Submit command buffers.
+
+        Args:
+            before: called when no other thread can submit, to write what the commands
+                need; the queue orders such writes after all earlier submissions.
+        """
+        with self.submit_lock:
+            self.check()
+            if before is not None:
+                before()
+            handles = ffi.new("WGPUCommandBuffer[]", [c._internal for c in commands])
+            index = lib.wgpuQueueSubmitForIndex(
+                self.queue._internal, len(commands), handles
+            )
+            self._in_flight.append(index)
+            if len(self._in_flight) <= MAX_IN_FLIGHT:
+                return
+            # Wait for half of them, then run ahead again.
+            while len(self._in_flight) > MAX_IN_FLIGHT // 2:
+                index = self._in_flight.popleft()
+            # Still under the lock, so that the device cannot be destroyed meanwhile.
+            lib.wgpuDevicePoll(self.gpu._internal, True, ffi.new("uint64_t *", index))
+
+    def translate(self, error: Exception, doing: str, nbytes: int = 0) -> ShaderError:
+        """The typed error for one of wgpu's, raised while ``doing`` something."""
+        if isinstance(error, ShaderError):
+            return error
+        text = str(error)
+        if "lost" in text.lower():
+            self.alive = False
+            return DeviceLostError(
+                f"the device {self.name} was lost while {doing}",
+                cure="choose a device again with use_device() and upload the data "
+                "again",
+            )
+        if isinstance(error, wgpu.GPUOutOfMemoryError):
+            return self.pool.exhausted(nbytes)
+        return CompilerError(
+            f"the driver refused {doing}; this is a fault of shaderdsl:\n{text}"
+        )
+
+    # Memory
+
+    def _create(self, nbytes: int) -> Any:
+        try:
+            return self.gpu.create_buffer(size=nbytes, usage=_USAGE)
+        except wgpu.GPUOutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+        except wgpu.GPUError as error:
+            raise self.translate(error, f"a buffer of {nbytes:,} B") from error
+
+    def _forget_bind_groups(self) -> None:
+        # They keep buffers alive inside wgpu although nobody else does.
+        for executable in list(self._executables):
+            executable.forget()
