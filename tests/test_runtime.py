@@ -543,6 +543,17 @@ def test_without_wgpu():
     assert "NoAdapterError" in done.stderr
 
 
+def test_cpu_never_imports_wgpu():
+    code = (
+        "import sys, numpy as np\n"
+        "from shaderdsl.runtime import current\n"
+        "current().upload(np.ones(3), 'f32')\n"
+        "print('wgpu' in sys.modules)"
+    )
+    done = run_python(code, SHADERDSL_DEVICE="cpu")
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
 def test_quiet_and_lazy(device):
     code = (
         "import sys\n"
@@ -692,6 +703,78 @@ def test_profile_times(device):
     assert len(p.events) == 3
     assert all(e.seconds is not None and 0 < e.seconds < 5 for e in p.events)
     assert p.table().splitlines()[1].split()[3] != "-"
+
+
+# The device cpu
+
+
+def by_definition():
+    """x -> (a = 2x + s, b = sum of a's rows), with a kernel for each."""
+    from shaderdsl.ir import expr as E
+    from shaderdsl.ir import stage as S
+
+    x = S.input_stage((3, 4), "f32", "x")
+    body = S.whole(x) * 2.0 + E.scalar("s", "f32")
+    a = S.map_stage((3, 4), body, "a")
+    load = E.load(a, [E.index(0), E.index(1)])
+    b = S.make_reduce("sum", load, [0], [1], (3, 4), "b").data
+    kernels = [
+        Kernel(
+            stage.name,
+            "map",
+            stage.name,
+            (1, 1, 1),
+            (1, 1, 1),
+            (Binding(source, "read"), Binding(stage, "read_write")),
+            (),
+            (stage,),
+            (stage,),
+            stage.size,
+            stage.nbytes,
+            "",
+        )
+        for source, stage in [(x, a), (a, b)]
+    ]
+    return x, a, b, kernels
+
+
+def test_cpu_device(monkeypatch):
+    cpu = use_device("cpu")
+    try:
+        assert current() is cpu and cpu.target.family == "cpu"
+        x, a, b, kernels = by_definition()
+        data = np.arange(12, dtype=np.float32).reshape(3, 4)
+        for outputs in [(b,), (a, b, b), (b, x)]:
+            run = cpu.build(
+                program(kernels, [x], outputs, donated=(0,), scalars=[("s", "f32")])
+            )
+            with profile() as p:
+                source = cpu.upload(data, "f32")
+                results = run([source], {"s": 0.5})
+                got = [
+                    cpu.download(r, s.shape, "f32") for r, s in zip(results, outputs)
+                ]
+            want = {x: data, a: 2 * data + 0.5, b: (2 * data + 0.5).sum(1)}
+            for g, stage in zip(got, outputs):
+                np.testing.assert_array_equal(g, want[stage])
+            assert (p.dispatches, p.uploads, p.downloads) == (2, 1, len(outputs))
+            with pytest.raises(errors.DonatedError):
+                run([source], {"s": 0.5})
+        for dtype in ITEM:
+            ones = np.ones((2, 2))
+            back = cpu.download(cpu.upload(ones, dtype), (4,), dtype)
+            np.testing.assert_array_equal(back, 1)
+        with pytest.raises(errors.CompilerError, match="no kernel writes"):
+            cpu.build(program([], [x], [b]))
+        monkeypatch.setattr(cpu.pool, "limit", 100)
+        with pytest.raises(errors.OutOfMemoryError, match="4,000 B were asked for"):
+            cpu.upload(np.ones(1000), "f32")
+        cpu.destroy()
+        with pytest.raises(errors.DeviceLostError):
+            cpu.upload(np.ones(3), "f32")
+        assert use_device("cpu") is not cpu
+    finally:
+        use_device()
 
 
 # Disk cache

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..codegen.program import Program
 from ..codegen.target import Limits, Target
-from ..errors import CompilerError
+from ..errors import CompilerError, OutOfMemoryError
 from . import profiling
 from .buffers import Buffer, Pool, physical_memory
 from .device import STORAGE, VISIBLE, Device, Executable
@@ -91,6 +91,11 @@ class CpuDevice(Device):
         self.alive = False
 
 
+def _widened(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """As a load sees it: f16 is a storage type, computing is done in f32."""
+    return array.astype(np.float32) if array.dtype == np.float16 else array
+
+
 class CpuExecutable(Executable):
     """Evaluates the members of each kernel in order; see `Executable`."""
 
@@ -127,16 +132,19 @@ class CpuExecutable(Executable):
         held: dict[Stage, Buffer] = {}
         for buffer, stage in zip(inputs, program.inputs):
             buffer.require(device)
-            array = np.asarray(buffer.handle, VISIBLE[stage.dtype])
-            values[stage] = array.reshape(stage.shape)
+            values[stage] = _widened(buffer.handle.reshape(stage.shape))
             held[stage] = buffer
         try:
             self._run(values, held, scalars or {})
             results = self._results(values, held)
-        except MemoryError as error:
-            if hasattr(error, "where"):
-                raise
-            raise device.pool.exhausted(0) from error
+        except OutOfMemoryError:
+            raise
+        except MemoryError as error:  # NumPy's own, of an intermediate.
+            live = device.pool.live_bytes
+            raise OutOfMemoryError(
+                f"out of memory: {error}; arrays take {live:,} B",
+                cure="drop arrays that are no longer needed or use smaller batches",
+            ) from error
         for position in program.donated:
             inputs[position].consume()
         return results
@@ -160,7 +168,7 @@ class CpuExecutable(Executable):
                 # A store narrows, e.g. f16.
                 stored = np.ascontiguousarray(values[stage], VISIBLE[stage.dtype])
                 held[stage] = self.device.hold(stored.reshape(stage.shape), stage.dtype)
-                values[stage] = held[stage].handle
+                values[stage] = _widened(held[stage].handle)
             for stage in kernel.members:
                 if stage not in held:
                     del values[stage]

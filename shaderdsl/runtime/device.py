@@ -175,12 +175,14 @@ def current() -> Device:
     if device is None:
         with _lock:
             if _current is None:
-                _current = _choose(os.environ.get("SHADERDSL_DEVICE"), "adapter")
+                _current = _choose(os.environ.get("SHADERDSL_DEVICE"), None)
             device = _current
     return device
 
 
-def use_device(spec: str | Device | None = None, *, limits: str = "adapter") -> Device:
+def use_device(
+    spec: str | Device | None = None, *, limits: str | None = None
+) -> Device:
     """Choose the device for what follows, in all threads.
 
     Args:
@@ -188,16 +190,12 @@ def use_device(spec: str | Device | None = None, *, limits: str = "adapter") -> 
             returned before, or None for the default.
         limits: ``"adapter"`` uses all that the adapter offers, ``"portable"`` only what
             every WebGPU implementation guarantees (smaller kernels, no f16, no
-            subgroups).
+            subgroups); by default what ``SHADERDSL_LIMITS`` says, else ``"adapter"``.
 
     Raises:
         NoAdapterError: there is no such adapter; says what there is.
     """
     global _current
-    if limits not in ("adapter", "portable"):
-        raise DeviceError(
-            f"limits={limits!r} is not known", cure="say 'adapter' or 'portable'"
-        )
     with _lock:
         if isinstance(spec, Device):
             spec.check()
@@ -216,9 +214,14 @@ def _adapters() -> list[DeviceInfo]:
     return wgpu_device.adapters()
 
 
-def _choose(spec: str | None, limits: str) -> Device:
+def _choose(spec: str | None, limits: str | None) -> Device:
     from .cpu import CpuDevice
 
+    limits = limits or os.environ.get("SHADERDSL_LIMITS") or "adapter"
+    if limits not in ("adapter", "portable"):
+        raise DeviceError(
+            f"limits={limits!r} is not known", cure="say 'adapter' or 'portable'"
+        )
     if spec == "cpu":
         return CpuDevice.instance()
     backend, _, wanted = (spec or "wgpu").partition(":")

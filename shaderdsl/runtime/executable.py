@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import wgpu
-from wgpu.backends.wgpu_native import lib
+from wgpu.backends.wgpu_native import ffi, lib
 
 from ..codegen.program import Kernel, Program
 from ..errors import CompilerError
@@ -211,13 +211,18 @@ class WgpuExecutable(Executable):
             return seconds
         encoder = self.device.gpu.create_command_encoder()
         compute = encoder.begin_compute_pass()
-        current = None
+        # The C functions themselves: wgpu-py's methods cost five times as much.  What
+        # goes wrong here is reported when the encoder finishes.
+        set_pipeline = lib.wgpuComputePassEncoderSetPipeline
+        set_group = lib.wgpuComputePassEncoderSetBindGroup
+        dispatch = lib.wgpuComputePassEncoderDispatchWorkgroups
+        raw, current = compute._internal, None
         for step, group in zip(self._steps, groups):
             if step.pipeline is not current:
                 current = step.pipeline
-                compute.set_pipeline(current)
-            compute.set_bind_group(0, group)
-            compute.dispatch_workgroups(*step.kernel.workgroups)
+                set_pipeline(raw, current._internal)
+            set_group(raw, 0, group._internal, 0, ffi.NULL)
+            dispatch(raw, *step.kernel.workgroups)
         compute.end()
         self._submit(encoder.finish(), words)
         return None

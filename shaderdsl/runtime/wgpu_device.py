@@ -23,6 +23,7 @@ os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
 
 import wgpu
 from wgpu.backends.wgpu_native import ffi, lib
+from wgpu.backends.wgpu_native._api import libf
 
 from ..codegen.target import (
     SOFTWARE_LOOP_BUDGET,
@@ -278,9 +279,12 @@ class WgpuDevice(Device):
                 flat = np.concatenate([flat, np.zeros(-flat.size % 4, np.uint8)])
             for start in range(0, flat.size, CHUNK_BYTES):
                 part = flat[start : start + CHUNK_BYTES]
-                with self.submit_lock:
-                    self.check()
-                    self.queue.write_buffer(buffer.handle, start, part)
+                try:
+                    with self.submit_lock:
+                        self.check()
+                        self.queue.write_buffer(buffer.handle, start, part)
+                except wgpu.GPUError as error:
+                    raise self.translate(error, "an upload") from error
                 if flat.size > CHUNK_BYTES:
                     # Staging memory is freed when a submission that uses it ends.
                     self.submit([])
@@ -364,7 +368,7 @@ class WgpuDevice(Device):
             if before is not None:
                 before()
             handles = ffi.new("WGPUCommandBuffer[]", [c._internal for c in commands])
-            index = lib.wgpuQueueSubmitForIndex(
+            index = libf.wgpuQueueSubmitForIndex(
                 self.queue._internal, len(commands), handles
             )
             self._in_flight.append(index)
