@@ -117,11 +117,11 @@ def device():
 @pytest.fixture
 def fresh():
     """A device of its own for tests that break it."""
-    from shaderdsl.runtime import wgpu_device
-
-    if not wgpu_device.adapters():
+    if not devices()[0].spec.startswith("wgpu"):
         pytest.skip("no adapter")
-    adapter, info = wgpu_device._enumerate()[0]
+    from shaderdsl.runtime import adapters, wgpu_device
+
+    adapter, info = adapters.found()[0]
     device = wgpu_device.WgpuDevice(adapter, info, "adapter")
     yield device
     device.destroy()
@@ -630,6 +630,31 @@ def test_threads(device):
     for thread in threads:
         thread.join()
     assert not failed and not wrong
+
+
+def test_destroyed_under_threads(fresh):
+    run, stop, wrong = fresh.build(doubled(64)), threading.Event(), []
+
+    def work():
+        try:
+            while not stop.is_set():
+                (out,) = run([fresh.upload(np.ones(64), "f32")])
+                fresh.download(out, (64,), "f32")
+        except errors.DeviceLostError:
+            pass
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    threading.Event().wait(0.3)
+    fresh.destroy()
+    stop.set()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert not wrong
 
 
 def test_threads_compile_each_text_once(fresh):

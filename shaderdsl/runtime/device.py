@@ -208,10 +208,10 @@ def use_device(
 def _adapters() -> list[DeviceInfo]:
     """The adapters, or none where wgpu cannot be imported or finds no driver."""
     try:
-        from . import wgpu_device
+        from . import adapters
     except (ImportError, OSError, RuntimeError):
         return []
-    return wgpu_device.adapters()
+    return [info for _, info in adapters.found()]
 
 
 def _choose(spec: str | None, limits: str | None) -> Device:

@@ -1,14 +1,12 @@
-"""The device behind wgpu: adapters, transfers, submission, loss.
+"""The device behind wgpu: transfers, submission, loss.
 
-This module and its siblings `pipelines` and `executable` are the only ones that import
-wgpu, directly or not.
+This module and its siblings `adapters`, `pipelines` and `executable` are the only ones
+that import wgpu.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import tempfile
 import threading
 import weakref
 from collections import deque
@@ -16,22 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-# Mesa prints an error for each adapter if the variable is unset, and the wgpu import
-# may already create one.
-os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
-
 import wgpu
 from wgpu.backends.wgpu_native import ffi, lib
 from wgpu.backends.wgpu_native._api import libf
 
-from ..codegen.target import (
-    SOFTWARE_LOOP_BUDGET,
-    UNBOUNDED_LOOP_BUDGET,
-    Features,
-    Limits,
-    Target,
-)
 from ..errors import (
     CompilerError,
     DeviceError,
@@ -40,6 +26,7 @@ from ..errors import (
     ShaderError,
 )
 from . import profiling
+from .adapters import LIMIT_NAMES, found, home, opened, refuse_fork
 from .buffers import Buffer, Pool, physical_memory
 from .device import STORAGE, VISIBLE, Device, DeviceInfo
 from .pipelines import Pipelines
@@ -63,103 +50,6 @@ _USAGE = (
 )
 _STAGING = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
 
-#: Our names for wgpu's limits.
-_LIMITS = {
-    "max_storage_buffers": "max-storage-buffers-per-shader-stage",
-    "max_workgroup_storage": "max-compute-workgroup-storage-size",
-    "max_invocations": "max-compute-invocations-per-workgroup",
-    "max_workgroup_size_x": "max-compute-workgroup-size-x",
-    "max_workgroups": "max-compute-workgroups-per-dimension",
-    "max_binding_bytes": "max-storage-buffer-binding-size",
-    "max_buffer_bytes": "max-buffer-size",
-    "uniform_alignment": "min-uniform-buffer-offset-alignment",
-    "storage_alignment": "min-storage-buffer-offset-alignment",
-}
-
-_KINDS = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "software"}
-_ORDER = ("discrete", "integrated", "other", "software")
-
-
-class _LossWatch(logging.Handler):
-    """Keeps wgpu's log off stderr and notices when it reports a lost device.
-
-    wgpu-py offers no callback for the loss of a device, only this line in its log.
-    Having a handler also stops Python from printing the log where nobody asked for it;
-    an application that configures logging still gets it.
-    """
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "device was lost" in record.getMessage():
-            # Called from inside the driver: only take a note here.
-            for device in list(_opened):
-                device.suspect = True
-
-
-_opened: weakref.WeakSet[WgpuDevice] = weakref.WeakSet()
-logging.getLogger("wgpu").addHandler(_LossWatch())
-
-_adapter_lock = threading.Lock()
-_found: list[tuple[Any, DeviceInfo]] | None = None
-_home = os.getpid()
-
-
-def adapters() -> list[DeviceInfo]:
-    """All adapters, the preferred first: native before OpenGL, GPUs before software."""
-    return [info for _, info in _enumerate()]
-
-
-def _enumerate() -> list[tuple[Any, DeviceInfo]]:
-    global _found
-    _refuse_fork()
-    with _adapter_lock:
-        if _found is None:
-            found = list(wgpu.gpu.enumerate_adapters_sync())
-            found.sort(key=_preference)
-            _found = [(a, _describe(a, i)) for i, a in enumerate(found)]
-        return _found
-
-
-def _kind(adapter: Any) -> str:
-    return _KINDS.get(adapter.info["adapter_type"], "other")
-
-
-def _preference(adapter: Any) -> tuple[bool, int]:
-    opengl = "opengl" in adapter.info["backend_type"].lower()
-    return opengl, _ORDER.index(_kind(adapter))
-
-
-def _describe(adapter: Any, number: int) -> DeviceInfo:
-    info, have = adapter.info, adapter.features
-    name = info["device"] or info["description"] or info["vendor"] or "unnamed"
-    software = _kind(adapter) == "software"
-    target = Target(
-        name=name,
-        family="software" if software else "gpu",
-        limits=Limits(**{k: int(adapter.limits[v]) for k, v in _LIMITS.items()}),
-        features=Features(
-            f16="shader-f16" in have,
-            subgroups="subgroup" in have,
-            timestamps="timestamp-query" in have,
-        ),
-        loop_budget=SOFTWARE_LOOP_BUDGET if software else UNBOUNDED_LOOP_BUDGET,
-    )
-    return DeviceInfo(
-        spec=f"wgpu:{number}",
-        name=name,
-        kind=_kind(adapter),
-        backend=info["backend_type"],
-        driver=info["description"],
-        target=target,
-    )
-
-
-def _refuse_fork() -> None:
-    if os.getpid() != _home:
-        raise DeviceError(
-            "the GPU driver was used before this process forked; it would hang here",
-            cure="start workers with the 'spawn' method, or use_device('cpu') in them",
-        )
-
 
 class WgpuDevice(Device):
     """A wgpu device with its memory pool and pipelines; see `Device`."""
@@ -180,7 +70,7 @@ class WgpuDevice(Device):
             ]
             if have
         ]
-        required = {v: getattr(self.target.limits, k) for k, v in _LIMITS.items()}
+        required = {v: getattr(self.target.limits, k) for k, v in LIMIT_NAMES.items()}
         if limits == "adapter":
             for axis in "xyz":
                 name = f"max-compute-workgroup-size-{axis}"
@@ -214,15 +104,15 @@ class WgpuDevice(Device):
         self._executables: weakref.WeakSet[WgpuExecutable] = weakref.WeakSet()
         self._in_flight: deque[int] = deque()
         self._staging: list[Any] = []
-        _opened.add(self)
+        opened.add(self)
 
     @classmethod
     def open(cls, spec: str, limits: str) -> WgpuDevice:
         """The device of an adapter; one that is open already is used again."""
-        for device in list(_opened):
+        for device in list(opened):
             if device.info.spec == spec and device.limits == limits and device.alive:
                 return device
-        for adapter, info in _enumerate():
+        for adapter, info in found():
             if info.spec == spec:
                 return cls(adapter, info, limits)
         raise NoAdapterError(f"no adapter {spec!r}")
@@ -240,8 +130,8 @@ class WgpuDevice(Device):
 
         The driver would abort the process or hang.
         """
-        if os.getpid() != _home:
-            _refuse_fork()
+        if os.getpid() != home:
+            refuse_fork()
         if self.suspect and self.alive:
             self.suspect = False
             try:
