@@ -17,12 +17,17 @@ as_root() {
 }
 
 apt_install() {
+    local log status=0
     command -v apt-get >/dev/null || return 1
     as_root true || return 1
     say "installing $* with apt-get"
-    as_root env DEBIAN_FRONTEND=noninteractive apt-get update -qq >&2 || true
+    log=$(mktemp)
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get update >"$log" 2>&1 || true
     as_root env DEBIAN_FRONTEND=noninteractive \
-        apt-get install -y -qq --no-install-recommends "$@" >&2
+        apt-get install -y --no-install-recommends "$@" >"$log" 2>&1 || status=$?
+    [ "$status" = 0 ] || tail -n 5 "$log" >&2
+    rm -f "$log"
+    return "$status"
 }
 
 find_python() {
