@@ -1,1 +1,1 @@
-"""From stage graphs to kernels; text only, no GPU."""
+"""How it is computed: partition into kernels, schedules, WGSL text. Needs no GPU."""

@@ -11,7 +11,8 @@ What the texts have to live with:
   that would hurt, the value passes through integer operations on its bits, which no
   driver rewrites.
 - ``fma`` may be two roundings, so the constants of range reductions have few bits and
-  their products with small integers are exact.
+  their products with small integers are exact. And ``(x + n * c) + n * d`` may become
+  ``x + n * (c + d)``; each term takes ``n`` from another ``min`` or ``max``.
 - ``min`` and ``max`` drop NaN, and ``select(x, c, x < c)`` may be turned into ``max``.
   Tests for NaN look at the bits.
 - Infinity and NaN have no literal; the bits of a ``let`` variable give them.
@@ -142,12 +143,15 @@ fn sd_head{V}(x: {F}) -> {F} {
 }
 """
 )
-# 0 / b may be folded to 0, so it is spelled out: NaN where b is 0 or NaN.
+# Constants fold wrongly: 0 / b to 0 and a / 0 to anything. So both are spelled out; the
+# first is NaN where b is 0 or NaN.
 _helper(
     """
 fn sd_div{V}(a: {F}, b: {F}) -> {F} {
   let whole = ((bitcast<{U}>(b) << {U}(1u)) - {U}(1u)) < {U}(0xff000000u);
-  return select(a / b, select(sd_nan{V}(), {F}(0.0), whole), a == {F}(0.0));
+  let none = b == {F}(0.0);
+  let q = select(a / select(b, {F}(1.0), none), a * sd_inf{V}(), none);
+  return select(q, select(sd_nan{V}(), {F}(0.0), whole), a == {F}(0.0));
 }
 """
 )
@@ -167,8 +171,9 @@ _EXP = (
 _helper(
     """
 fn sd_exp_offset{V}(x: {F}, offset: i32) -> {F} {
-  let n = min(floor(x * {F}(1.44269504)), {F}(f32(255 - offset)));
-  let r = fma(n, {F}(2.12194440e-4), fma(n, {F}(-0.693359375), x));
+  let t = floor(x * {F}(1.44269504));
+  let n = min(t, {F}(f32(255 - offset)));
+  let r = fma(t, {F}(2.12194440e-4), fma(n, {F}(-0.693359375), x));
   let p = fma(r, POLY, {F}(1.0));
   let scale = bitcast<{F}>(({I}(n) + {I}(offset)) << {U}(23u));
   return select(p * scale, {F}(0.0), x < {F}(-87.3365));
@@ -213,8 +218,9 @@ _helper(
     """
 fn sd_expm1{V}(x: {F}) -> {F} {
   let y = clamp(x, {F}(-30.0), {F}(90.0));
-  let n = min(round(y * {F}(1.44269504)), {F}(129.0));
-  let r = fma(n, {F}(2.12194440e-4), fma(n, {F}(-0.693359375), y));
+  let t = round(y * {F}(1.44269504));
+  let n = min(t, {F}(129.0));
+  let r = fma(t, {F}(2.12194440e-4), fma(n, {F}(-0.693359375), y));
   let q = fma(r * r, POLY, r);
   let h = bitcast<{F}>(({I}(n) + {I}(126)) << {U}(23u));
   let v = {F}(2.0) * fma(h, q, h - {F}(0.5));
@@ -286,8 +292,9 @@ _helper(
 fn sd_log1p{V}(x: {F}) -> {F} {
   let u = {F}(1.0) + x;
   let e = (bitcast<{I}>(u) - {I}(0x3f3504f3)) >> {U}(23u);
-  let s = bitcast<{F}>(({I}(129) - e) << {U}(23u));
-  let f = fma({F}(0.25) * x, s, fma({F}(0.25), s, {F}(-1.0)));
+  let s = bitcast<{F}>(max({I}(127) - e, {I}(0)) << {U}(23u));
+  let four = bitcast<{F}>(({I}(129) - e) << {U}(23u));
+  let f = fma({F}(0.25) * x, four, s - {F}(1.0));
   let y = select(sd_log_parts{V}(f, {F}(e)), x, abs(x) < {F}(5.9604645e-8));
   return select(sd_log_guard{V}(u, y), x, sd_isnan{V}(x));
 }
@@ -299,7 +306,7 @@ fn sd_log1p{V}(x: {F}) -> {F} {
 _helper(
     """
 fn sd_rsqrt{V}(x: {F}) -> {F} {
-  return {F}(1.0) / sqrt(x);
+  return inverseSqrt(x);
 }
 """
 )
@@ -339,7 +346,8 @@ fn sd_pow{V}(a: {F}, b: {F}) -> {F} {
   let yh = sd_head{V}(y);
   let ch = yh * t1;
   let cl = fma(y - yh, t1, y * t2);
-  let flat = (a == zero) | sd_isinf{V}(a);
+  let tiny = (bitcast<{U}>(a) & {U}(0x7fffffffu)) < {U}(0x00800000u);
+  let flat = tiny | sd_isinf{V}(a);
   let away = select(-inf, inf, (b > zero) == sd_isinf{V}(a));
   let z = select(ch + cl, away, flat);
   let k = clamp(round(z), {F}(-160.0), {F}(160.0));
@@ -388,10 +396,12 @@ _COS = (0.04166664555668831, -0.0013887316454201937, 2.443312587274704e-05)
 _helper(
     """
 fn sd_turn{V}(x: {F}, n: {F}) -> {F} {
+  let up = min(n, {F}(1.0e30));
+  let down = max(n, {F}(-1.0e30));
   var r = fma(n, {F}(-1.5703125), x);
-  r = fma(n, {F}(-4.82559204e-4), r);
-  r = fma(n, {F}(-1.26659870e-6), r);
-  r = fma(n, {F}(-7.90122e-10), r);
+  r = fma(up, {F}(-0.000482559204), r);
+  r = fma(down, {F}(-1.2665987e-06), r);
+  r = fma(clamp(n, {F}(-1.0e30), {F}(1.0e30)), {F}(-9.92093629e-10), r);
   return clamp(r, {F}(-1.0), {F}(1.0));
 }
 """

@@ -1,0 +1,28 @@
+"""shaderdsl: GPU operations as symbolic expressions over named axes, differentiated, fused and run through WebGPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import errors, random, tree
+from .array import Array
+from .function import Op, compile, grad, jvp, lower, op, spec, value_and_grad, vjp
+from .lowered import Lowered
+from .namespace import *  # noqa: F403
+from .runtime import devices, profile, synchronize, use_device
+
+__version__ = "0.1.0"
+
+_LAZY = ("nn", "ops", "optim", "interop", "testing")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        return importlib.import_module(f".{name}", __name__)
+    if name == "from_sympy":
+        from .interop.show import from_sympy
+
+        return from_sympy
+    raise AttributeError(f"module 'shaderdsl' has no attribute {name!r}")

@@ -1,0 +1,465 @@
+"""``sd.Array``: an array on a device, or a symbol for one while a function is traced.
+
+Operators build stages. On arrays that exist they run at once; inside ``sd.compile``, ``vjp`` or ``grad`` a chain of them is
+one graph and fuses like an op.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from .engine import placeholder, run_graph
+from .errors import DonatedError, DTypeError, IndexRangeError, TraceError
+from .ir import arrays as A
+from .ir import expr as E
+from .ir.expr import Expr
+from .ir.stage import Stage, input_stage, whole
+from .ir.trace import OPERATORS, expand_power
+from .runtime import current as current_device
+
+NUMPY = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "u32": np.uint32, "bool": np.bool_}
+_NAMES = {np.dtype(t): n for n, t in NUMPY.items()}
+# Integer arrays remember their host copy, so that ids can be checked before a launch.
+_KEEP_HOST = 1 << 24
+
+
+def dtype_name(dtype: Any) -> str:
+    """``"f32"``, ``np.float32``, ``"float32"``, … as one of our dtypes.
+
+    Raises:
+        DTypeError: for a dtype that is not computed in.
+    """
+    if isinstance(dtype, str) and dtype in NUMPY:
+        return dtype
+    try:
+        return _NAMES[np.dtype(dtype)]
+    except (KeyError, TypeError):
+        raise DTypeError(
+            f"dtype {dtype!r} is not one of {', '.join(NUMPY)}", where=E.user_location(), cure="convert first"
+        ) from None
+
+
+_warned = False
+
+
+def host_array(x: Any, dtype: str | None = None) -> tuple[np.ndarray, str]:
+    """Anything array-like as a NumPy array of one of our dtypes.
+
+    float64 is rounded to f32 (with one warning a process); 64-bit integers are checked against the range of i32.
+    """
+    global _warned
+    if not isinstance(x, np.ndarray):
+        if not hasattr(x, "__array__") and hasattr(x, "__dlpack__"):
+            x = np.from_dlpack(x)
+        python = isinstance(x, (float, list, tuple))
+        x = np.asarray(x)
+        if python and x.dtype == np.float64 and dtype is None:
+            dtype = "f32"
+    if dtype is not None:
+        dtype = dtype_name(dtype)
+        if dtype in E.INTS and x.dtype.kind in "iu":
+            _check_range(x, dtype)
+        return np.asarray(x, NUMPY[dtype]), dtype
+    if x.dtype in _NAMES:
+        return x, _NAMES[x.dtype]
+    if x.dtype == np.float64:
+        if not _warned:
+            _warned = True
+            warnings.warn("float64 is rounded to float32", stacklevel=3)
+        return x.astype(np.float32), "f32"
+    if x.dtype.kind in "iu":
+        name = "u32" if x.dtype == np.uint64 else "i32"
+        _check_range(x, name)
+        return x.astype(NUMPY[name]), name
+    if x.dtype.name == "bfloat16":
+        return x.astype(np.float32), "f32"
+    raise DTypeError(
+        f"an array of {x.dtype} cannot be used", where=E.user_location(), cure="convert it to float32 or int32"
+    )
+
+
+def _check_range(x: np.ndarray, name: str) -> None:
+    info = np.iinfo(NUMPY[name])
+    if x.size and (int(x.min()) < info.min or int(x.max()) > info.max):
+        raise IndexRangeError(
+            f"an integer array holds {x.min()} … {x.max()}, outside of {name}", where=E.user_location()
+        )
+
+
+class Array:
+    """An n-dimensional array. ``shape`` is a tuple, ``dtype`` one of f32, f16, i32, u32, bool.
+
+    Work is asynchronous: ``numpy()``, ``float()`` and ``sd.synchronize()`` wait.
+    """
+
+    __slots__ = ("shape", "dtype", "_stage", "_buffer", "_host", "_donated", "__weakref__")
+    __array_priority__ = 1000
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, shape: Sequence[int], dtype: str):
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self._stage: Stage | None = None
+        self._buffer: Any = None
+        self._host: np.ndarray | None = None
+        self._donated = False
+
+    # -------------------------------------------------------------- making
+
+    @staticmethod
+    def symbol(stage: Stage) -> Array:
+        """A symbol for a stage of the graph that is being traced."""
+        a = Array(stage.shape, stage.dtype)
+        a._stage = stage
+        return a
+
+    @staticmethod
+    def of_buffer(buffer: Any, shape: Sequence[int], dtype: str) -> Array:
+        """An array that lives on the device."""
+        a = Array(shape, dtype)
+        a._buffer = buffer
+        return a
+
+    @staticmethod
+    def of_host(x: np.ndarray, dtype: str) -> Array:
+        """An array given by the host; it is uploaded when first used."""
+        a = Array(x.shape, dtype)
+        a._host = np.array(x, NUMPY[dtype], order="C", copy=True)
+        a._host.flags.writeable = False
+        return a
+
+    # -------------------------------------------------------------- what it is
+
+    @property
+    def symbolic(self) -> bool:
+        """Whether this stands for a value that is not computed yet."""
+        return self._buffer is None and self._host is None
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as NumPy would hold them."""
+        return self.size * np.dtype(NUMPY[self.dtype]).itemsize
+
+    def stage(self) -> Stage:
+        """The graph node of this array; an array that exists becomes an input."""
+        if self._stage is None:
+            self._check_live()
+            self._stage = input_stage(self.shape, self.dtype, "captured", source=self)
+        return self._stage
+
+    def buffer(self) -> Any:
+        """Its memory on the current device."""
+        self._check_live()
+        device = current_device()
+        if self._buffer is None:
+            if self._host is None:
+                self._refuse("be given to a computation that runs now")
+            self._buffer = device.upload(self._host, self.dtype)
+            if self.dtype not in (*E.INTS, "bool") or self.size > _KEEP_HOST:
+                self._host = None
+        elif self._buffer.device is not device:
+            host = self._buffer.device.download(self._buffer, self.shape, self.dtype)
+            self._buffer = device.upload(host, self.dtype)
+        return self._buffer
+
+    def donate(self) -> None:
+        """Give the memory away; any later use is an error."""
+        self._donated = True
+        self._buffer = self._host = None
+
+    def _check_live(self) -> None:
+        if self._donated:
+            raise DonatedError(
+                f"an array of shape {self.shape} was donated and is gone",
+                where=E.user_location(),
+                cure="use what the function returned in its place, or do not donate the argument",
+            )
+
+    def _refuse(self, what: str) -> None:
+        raise TraceError(
+            f"a symbolic array of shape {self.shape} cannot {what}",
+            where=E.user_location(),
+            cure="its values exist only when the compiled function runs; use sd.where, or return it",
+        )
+
+    # -------------------------------------------------------------- values
+
+    def numpy(self) -> np.ndarray:
+        """The values, as a NumPy array (a copy). Waits for them."""
+        self._check_live()
+        if self._buffer is None:
+            if self._host is None:
+                self._refuse("be read")
+            assert self._host is not None
+            return self._host.copy()
+        out: np.ndarray = self._buffer.device.download(self._buffer, self.shape, self.dtype)
+        return out
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        x = self.numpy()
+        return x if dtype is None else x.astype(dtype, copy=False)
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        return self.numpy().__dlpack__(**keywords)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+    def item(self) -> Any:
+        """The one value as a Python number."""
+        return self.numpy().item()
+
+    def tolist(self) -> Any:
+        """Nested lists of Python numbers."""
+        return self.numpy().tolist()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __index__(self) -> int:
+        if self.dtype not in E.INTS or self.shape:
+            raise TypeError("only an integer array without dimensions is an index")
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        if self.symbolic and not self._donated:
+            self._refuse("decide an if")
+        return bool(self.item())
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without dimensions")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Array]:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        if self._donated:
+            return f"Array(donated, shape={self.shape}, dtype={self.dtype})"
+        if self.symbolic:
+            return f"Array(symbolic, shape={self.shape}, dtype={self.dtype})"
+        return f"Array({np.array2string(self.numpy(), threshold=20)}, dtype={self.dtype})"
+
+    # -------------------------------------------------------------- operations
+
+    def __getitem__(self, key: Any) -> Array:
+        items = key if isinstance(key, tuple) else (key,)
+        arrays: list[Any] = []
+        plain: list[Any] = []
+        for i in items:
+            if isinstance(i, (Array, np.ndarray, list)):
+                plain.append(("array", len(arrays)))
+                arrays.append(asarray(i))
+            elif i is None or i is Ellipsis or isinstance(i, slice):
+                plain.append(i)
+            else:
+                plain.append(i.__index__())
+        shown = tuple(plain)
+        if arrays:
+            return take(self, arrays[0]) if len(items) == 1 else _bad_index()
+        return call(lambda x: A.get(x, shown, ()), self)
+
+    def reshape(self, *shape: Any) -> Array:
+        """The same elements under another shape."""
+        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        return call(lambda x: A.reshape(x, sizes), self)
+
+    def transpose(self, *order: Any) -> Array:
+        """Permuted axes, reversed by default."""
+        axes = tuple(order[0]) if len(order) == 1 and not isinstance(order[0], int) else order
+        return call(lambda x: A.transpose(x, axes or None), self)
+
+    @property
+    def T(self) -> Array:
+        """Axes reversed."""
+        return self.transpose()
+
+    def astype(self, dtype: Any) -> Array:
+        """The array in another dtype."""
+        name = dtype_name(dtype)
+        return call(lambda x: A.cast(x, name), self)
+
+    def _reduce(self, kind: str, axis: Any, keepdims: bool) -> Array:
+        from . import namespace
+
+        result: Array = getattr(namespace, kind)(self, axis=axis, keepdims=keepdims)
+        return result
+
+    def sum(self, axis: Any = None, keepdims: bool = False) -> Array:
+        """Σ over axes."""
+        return self._reduce("sum", axis, keepdims)
+
+    def mean(self, axis: Any = None, keepdims: bool = False) -> Array:
+        """Mean over axes."""
+        return self._reduce("mean", axis, keepdims)
+
+    def max(self, axis: Any = None, keepdims: bool = False) -> Array:
+        """Greatest element over axes; NaN where there is one."""
+        return self._reduce("max", axis, keepdims)
+
+    def min(self, axis: Any = None, keepdims: bool = False) -> Array:
+        """Least element over axes; NaN where there is one."""
+        return self._reduce("min", axis, keepdims)
+
+    def prod(self, axis: Any = None, keepdims: bool = False) -> Array:
+        """∏ over axes."""
+        return self._reduce("prod", axis, keepdims)
+
+    def argmax(self, axis: Any = None, keepdims: bool = False) -> Array:
+        """Index of the first greatest element."""
+        return self._reduce("argmax", axis, keepdims)
+
+    def argmin(self, axis: Any = None, keepdims: bool = False) -> Array:
+        """Index of the first least element."""
+        return self._reduce("argmin", axis, keepdims)
+
+    def any(self, axis: Any = None, keepdims: bool = False) -> Array:
+        """Whether any element is nonzero."""
+        return self._reduce("any", axis, keepdims)
+
+    def all(self, axis: Any = None, keepdims: bool = False) -> Array:
+        """Whether all elements are nonzero."""
+        return self._reduce("all", axis, keepdims)
+
+    def __matmul__(self, other: Any) -> Array:
+        return call(A.matmul, self, asarray(other))
+
+    def __rmatmul__(self, other: Any) -> Array:
+        return call(A.matmul, asarray(other), self)
+
+    def __neg__(self) -> Array:
+        return primitive("neg", self)
+
+    def __pos__(self) -> Array:
+        return self
+
+    def __abs__(self) -> Array:
+        return primitive("abs", self)
+
+    def __invert__(self) -> Array:
+        return primitive("not", self)
+
+    def __pow__(self, other: Any) -> Array:
+        result: Array = expand_power(self, other, primitive)
+        return result
+
+    def __rpow__(self, other: Any) -> Array:
+        result: Array = expand_power(other, self, primitive)
+        return result
+
+
+def _bad_index() -> Array:
+    raise IndexRangeError("an integer array indexes the first axis alone", where=E.user_location())
+
+
+def _install(name: str, prim: str, swap: bool = False, reflect: bool = True) -> None:
+    def forward(self: Array, other: Any) -> Any:
+        if not is_operand(other):
+            return NotImplemented
+        return primitive(prim, other, self) if swap else primitive(prim, self, other)
+
+    def reflected(self: Array, other: Any) -> Any:
+        return primitive(prim, other, self) if is_operand(other) else NotImplemented
+
+    setattr(Array, f"__{name}__", forward)
+    if reflect:
+        setattr(Array, f"__r{name}__", reflected)
+
+
+for _name, _prim in OPERATORS.items():
+    _install(_name, _prim, reflect=_name not in ("lt", "le", "eq", "ne"))
+_install("gt", "lt", swap=True, reflect=False)
+_install("ge", "le", swap=True, reflect=False)
+
+
+def is_operand(x: Any) -> bool:
+    """Whether an operator takes this: an array or a number."""
+    return isinstance(x, (Array, np.ndarray, np.generic, bool, int, float)) or hasattr(x, "__array__")
+
+
+def is_number(x: Any) -> bool:
+    """A Python number, which is weak: it takes the dtype of what it meets."""
+    return isinstance(x, (bool, int, float)) and not isinstance(x, np.generic)
+
+
+def asarray(x: Any, dtype: Any = None) -> Array:
+    """Anything array-like as an :class:`Array`; an Array stays what it is."""
+    if isinstance(x, Array):
+        return x if dtype is None or dtype_name(dtype) == x.dtype else x.astype(dtype)
+    host, name = host_array(x, dtype)
+    return Array.of_host(host, name)
+
+
+def call(build: Callable[..., Stage], *xs: Any) -> Array:
+    """Build a stage of arrays and numbers; run it now unless one of them is symbolic.
+
+    Numbers stay constants in a trace; when run at once they are runtime scalars, so another number compiles nothing.
+    """
+    arrays = [x for x in xs if isinstance(x, Array)]
+    if any(x.symbolic and not x._donated for x in arrays):
+        return Array.symbol(build(*(x.stage() if isinstance(x, Array) else E.const(x) for x in xs)))
+    scalars: dict[str, Any] = {}
+    operands: list[Stage | Expr] = []
+    inputs: list[Stage] = []
+    for x in xs:
+        if isinstance(x, Array):
+            inputs.append(placeholder(len(inputs), x.shape, x.dtype))
+            operands.append(inputs[-1])
+        elif isinstance(x, bool):
+            operands.append(E.const(x))
+        else:
+            name = f"s{len(scalars)}"
+            scalars[name] = x
+            operands.append(E.scalar(name, "i32" if isinstance(x, int) else "f32"))
+    out = build(*operands)
+    (buffer,) = run_graph([out], inputs, [x.buffer() for x in arrays], scalars)
+    return Array.of_buffer(buffer, out.shape, out.dtype)
+
+
+def primitive(name: str, *xs: Any) -> Array:
+    """A primitive of arrays and numbers, with NumPy's broadcasting."""
+    from .ir.primitives import PRIMITIVES
+
+    operands = [x if is_number(x) else asarray(x) for x in xs]
+    arrays = [x for x in operands if isinstance(x, Array)]
+    if PRIMITIVES[name].takes != "float" and any(x.dtype == "u32" for x in arrays):
+        # A weak integer takes the type of what it meets; as a runtime number it has to be told.
+        operands = [
+            Array.of_host(np.asarray(x, np.uint32), "u32") if type(x) is int and x >= 0 else x for x in operands
+        ]
+    return call(lambda *s: A.elementwise(name, *s), *operands)
+
+
+def take(x: Array, ids: Array) -> Array:
+    """Rows ``x[ids]``; ids that are known on the host are checked."""
+    host = ids._host
+    if host is not None and host.size and x.shape:
+        low, high = int(host.min()), int(host.max())
+        if low < 0 or high >= x.shape[0]:
+            raise IndexRangeError(
+                f"indices run from {low} to {high}, the first axis has size {x.shape[0]}", where=E.user_location()
+            )
+    return call(A.take, x, ids)
+
+
+def read_whole(x: Array) -> Expr:
+    """The load of an array at its own axes."""
+    return whole(x.stage())

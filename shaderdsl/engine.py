@@ -1,0 +1,82 @@
+"""From graphs to running plans: placeholders, the cache of plans, and the lock that tracing holds."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from .codegen.lower import lower as lower_graph
+from .codegen.program import Program
+from .ir.stage import Stage, input_stage, topo_stages
+from .runtime import current as current_device
+
+# Interning is not atomic, so one thread traces, derives and plans at a time; running is free.
+lock = threading.RLock()
+_placeholders: dict[tuple[Any, ...], Stage] = {}
+_plans: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+_PLANS = 2048
+
+
+def placeholder(role: Any, shape: Sequence[int], dtype: str, name: str = "x") -> Stage:
+    """The input stage for a role. The same role gives the same stage, so that equal traces are equal graphs."""
+    key = (role, tuple(shape), dtype, name)
+    with lock:
+        stage = _placeholders.get(key)
+        if stage is None:
+            stage = _placeholders[key] = input_stage(shape, dtype, name)
+        return stage
+
+
+def captured_inputs(outs: Sequence[Stage], inputs: Sequence[Stage]) -> list[Stage]:
+    """Inputs of the graph that are no arguments: arrays that the function closed over."""
+    known = set(inputs)
+    return [s for s in topo_stages(outs) if s.kind == "input" and s not in known]
+
+
+class Plan:
+    """A lowered program with its executable and the arrays that it captured."""
+
+    def __init__(self, outs: Sequence[Stage], inputs: Sequence[Stage], donated: frozenset[int]):
+        self.device = current_device()
+        captured = captured_inputs(outs, inputs)
+        self.captured = [s.source for s in captured]
+        if any(c is None for c in self.captured):
+            from .errors import TraceError
+
+            raise TraceError(
+                "a symbolic array of another trace is used here",
+                cure="pass it as an argument; do not keep symbolic arrays outside of the function that made them",
+            )
+        self.outs = tuple(outs)
+        self.program: Program = lower_graph(
+            outs, self.device.target, inputs=(*inputs, *captured), donated=donated
+        )
+        self.executable = self.device.build(self.program)
+
+    def __call__(self, buffers: Sequence[Any], scalars: dict[str, Any]) -> list[Any]:
+        more = [a.buffer() for a in self.captured]
+        result: list[Any] = self.executable([*buffers, *more], scalars)
+        return result
+
+
+def plan_for(outs: Sequence[Stage], inputs: Sequence[Stage], donated: frozenset[int] = frozenset()) -> Plan:
+    """The plan of a graph on the current device, made once."""
+    key = (id(current_device()), tuple(outs), tuple(inputs), donated)
+    with lock:
+        plan: Plan | None = _plans.get(key)
+        if plan is not None and plan.device is current_device():
+            _plans.move_to_end(key)
+            return plan
+        plan = _plans[key] = Plan(outs, inputs, donated)
+        while len(_plans) > _PLANS:
+            _plans.popitem(last=False)
+        return plan
+
+
+def run_graph(
+    outs: Sequence[Stage], inputs: Sequence[Stage], buffers: Sequence[Any], scalars: dict[str, Any]
+) -> list[Any]:
+    """Run a graph on buffers."""
+    return plan_for(outs, inputs)(buffers, scalars)

@@ -1,0 +1,1 @@
+"""What is computed: expressions, stages, derivatives, an interpreter. Needs NumPy alone."""

@@ -1,0 +1,336 @@
+"""Derivatives of graphs. One rule a primitive (its pullback), one a monoid, one for a load; none for an op.
+
+The result is an ordinary graph: it is fused, printed and differentiated again like any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import CompilerError
+from . import expr as E
+from .expr import Expr
+from .indexmap import Affine, affine, digits, merge, split
+from .primitives import PRIMITIVES
+from .stage import Groups, Stage, make_reduce, map_stage, topo_stages, whole
+
+# A contribution to an adjoint: given the adjoint's axes (extents, groups), an expression over them.
+Contribution = Callable[[tuple[int, ...], Groups], Expr]
+
+
+def dependent_stages(order: Sequence[Stage], wrt: Sequence[Stage]) -> set[Stage]:
+    """The float stages that depend on any of ``wrt`` through differentiable paths."""
+    dep = {s for s in wrt if s.dtype in E.FLOATS}
+    for s in order:
+        if s.body is not None and s.dtype in E.FLOATS and s.body in _dependent(s, dep):
+            dep.add(s)
+    return dep
+
+
+def _dependent(stage: Stage, dep: set[Stage]) -> set[Expr]:
+    """Nodes of the body whose value depends on a stage of ``dep``."""
+    assert stage.body is not None
+    hot: set[Expr] = set()
+    for n in E.values(stage.body):
+        if n.kind == "load":
+            if n.data in dep:
+                hot.add(n)
+        elif n.dtype == "f32" and n.kind == "apply" and PRIMITIVES[n.data].pull is not None:
+            if any(x in hot for x in n.args):
+                hot.add(n)
+    return hot
+
+
+# ------------------------------------------------------------------ reverse mode
+
+
+@dataclass
+class _Adjoint:
+    """What has been collected for one stage: contributions, and the digits that its readers see."""
+
+    parts: list[Contribution] = field(default_factory=list)
+    cuts: list[set[int]] = field(default_factory=list)
+
+
+def vjp(
+    outs: Sequence[Stage], cotangents: Sequence[Stage | None], wrt: Sequence[Stage]
+) -> list[Stage | None]:
+    """Cotangents of ``wrt`` given those of ``outs``; None where nothing depends on it."""
+    order = topo_stages([*outs, *wrt])
+    dep = dependent_stages(order, wrt)
+    adjoints = {s: _Adjoint() for s in order}
+    for out, g in zip(outs, cotangents, strict=True):
+        if g is not None and out in dep:
+            adjoints[out].parts.append(_read(g))
+    result: dict[Stage, Stage] = {}
+    for s in reversed(order):
+        if s not in dep or not adjoints[s].parts:
+            continue
+        a = result[s] = _collect(s, adjoints[s])
+        if s.body is not None:
+            _pull_stage(s, a, dep, adjoints)
+    return [_narrow(result.get(s), s) for s in wrt]
+
+
+def _narrow(adjoint: Stage | None, s: Stage) -> Stage | None:
+    """A gradient is stored in the dtype of what it belongs to."""
+    if adjoint is None or adjoint.dtype == s.dtype:
+        return adjoint
+    return map_stage(
+        adjoint.ext, whole(adjoint), adjoint.name, groups=adjoint.groups, dtype=s.dtype
+    )
+
+
+def _read(g: Stage) -> Contribution:
+    return lambda ext, groups: E.load(g, [merge(x, ext) for x in groups])
+
+
+def _collect(s: Stage, adjoint: _Adjoint) -> Stage:
+    """Sum the contributions over the common refinement of the axes that the producer and its readers use."""
+    ext, groups = s.ext, s.groups
+    if adjoint.cuts:
+        ext, groups = (), ()
+        for cuts, n in zip(adjoint.cuts, s.shape, strict=True):
+            steps = sorted(cuts | {1}, reverse=True)
+            radices = [hi // lo for hi, lo in zip([n, *steps], steps, strict=False)]
+            radices = [r for r in radices if r != 1] or [1]
+            if n == 0:
+                radices = [0]
+            groups += (tuple(range(len(ext), len(ext) + len(radices))),)
+            ext += tuple(radices)
+    total: Expr | None = None
+    for part in adjoint.parts:
+        value = part(ext, groups)
+        total = value if total is None else total + value
+    assert total is not None
+    return map_stage(ext, total, f"d_{s.name}", groups=groups, dtype="f32", loc=s.loc)
+
+
+def _pull_stage(s: Stage, a: Stage, dep: set[Stage], adjoints: dict[Stage, _Adjoint]) -> None:
+    """Pull the cotangent of one stage through its monoid and its body to the stages that it loads."""
+    assert s.body is not None
+    g = _pull_monoid(s, E.load(a, [merge(group, s.ext) for group in s.groups]))
+    hot = _dependent(s, dep)
+    local: dict[Expr, Expr] = {s.body: g}
+    for n in reversed(E.values(s.body)):
+        g_n = local.get(n)
+        if g_n is None or n not in hot:
+            continue
+        if n.kind == "load":
+            target = adjoints[n.data]
+            _refine(target, n, s.space)
+            target.parts.append(_pull_load(n, g_n, s))
+            continue
+        conditions, core = _peel(g_n)
+        pull = PRIMITIVES[n.data].pull
+        assert pull is not None
+        for x, p in zip(n.args, pull(core, n.args, n), strict=True):
+            if p is None or x not in hot or (p.kind == "const" and p.data == 0):
+                continue
+            p = E.guard(conditions, p)
+            if p.loc is None:
+                p.loc = n.loc
+            local[x] = local[x] + p if x in local else p
+
+
+def _peel(g: Expr) -> tuple[list[Expr], Expr]:
+    """``where(c, g, 0)`` as (conditions, g): pullbacks are linear, so a structural zero stays an exact zero."""
+    conditions = []
+    while g.kind == "apply" and g.data == "where" and g.args[2].kind == "const" and g.args[2].data == 0:
+        conditions.append(g.args[0])
+        g = g.args[1]
+    return conditions[::-1], g
+
+
+def _pull_monoid(s: Stage, g: Expr) -> Expr:
+    """The cotangent of the body, given that of the stage at its own axes."""
+    if s.kind == "map" or s.monoid == "sum":
+        return g
+    assert s.body is not None and s.monoid is not None
+    return E.apply("mulz", g, monoid_partial(s))
+
+
+def monoid_partial(s: Stage) -> Expr:
+    """∂ stage / ∂ body for max, min and prod, over the stage's whole space."""
+    assert s.body is not None
+    x, y, space = s.body, whole(s), s.space
+    out, red = range(len(s.ext)), range(len(s.ext), len(space))
+    if s.monoid in ("max", "min"):
+        # Ties share the cotangent equally.
+        hit = E.where(E.apply("eq", x, y), 1.0, 0.0)
+        count = make_reduce("sum", hit, out, red, space, f"{s.name}_ties", loc=s.loc)
+        return E.where(E.apply("eq", x, y), 1.0 / count, 0.0)
+    if s.monoid == "prod":
+        is_zero = E.apply("eq", x, 0.0)
+        zeros = make_reduce("sum", E.where(is_zero, 1.0, 0.0), out, red, space, f"{s.name}_zeros", loc=s.loc)
+        others = make_reduce("prod", E.where(is_zero, 1.0, x), out, red, space, f"{s.name}_nonzero", loc=s.loc)
+        at_zero = E.where(E.apply("eq", zeros, 1.0), others, 0.0)
+        elsewhere = E.where(E.apply("eq", zeros, 0.0), others / x, 0.0)
+        return E.where(is_zero, at_zero, elsewhere)
+    raise CompilerError(f"no derivative for the monoid {s.monoid}")
+
+
+def _refine(adjoint: _Adjoint, n: Expr, space: Sequence[int]) -> None:
+    """Note the digits in which this reader walks each dimension of the target."""
+    target: Stage = n.data
+    if not adjoint.cuts:
+        adjoint.cuts = [
+            {math.prod(target.ext[q] for q in g[k + 1 :]) for k in range(len(g))} or {1} for g in target.groups
+        ]
+    for dim, i in enumerate(n.args):
+        d = digits(i, space)
+        if d is None or math.prod(o.extent for o in d) != target.shape[dim] or target.shape[dim] == 0:
+            continue
+        cuts = adjoint.cuts[dim] | {math.prod(o.extent for o in d[k + 1 :]) for k in range(len(d))}
+        steps = sorted(cuts | {1})
+        if all(b % a == 0 for a, b in zip(steps, [*steps[1:], target.shape[dim]], strict=True)):
+            adjoint.cuts[dim] = cuts
+
+
+# ------------------------------------------------------------------ the adjoint of a load
+
+
+@dataclass
+class _Solution:
+    """Consumer axes in terms of the target's, what must hold, and equations that stay."""
+
+    axes: dict[int, Expr | None] = field(default_factory=dict)
+    guards: list[Expr] = field(default_factory=list)
+    pending: list[tuple[Expr, Expr]] = field(default_factory=list)
+    later: list[tuple[Expr, int, Affine]] = field(default_factory=list)
+
+
+def _pull_load(n: Expr, g: Expr, consumer: Stage) -> Contribution:
+    """Σ over the consumer's axes of ``where(target == index, g, 0)``, equations solved where they can be."""
+    space = consumer.space
+
+    def build(ext: tuple[int, ...], groups: Groups) -> Expr:
+        off = len(ext)
+        s = _Solution()
+        for i, group in zip(n.args, groups, strict=True):
+            _solve_dim(i, merge(group, ext), math.prod(ext[a] for a in group), ext, space, s)
+        rest = [a for a in range(len(space)) if a not in s.axes]
+        axes = {a: v for a, v in s.axes.items() if v is not None}
+        axes.update({a: E.index(off + a) for a in rest})
+        guards = list(s.guards)
+        for target, a, form in s.later:
+            others = Affine({q: k for q, k in form.axes.items() if q != a}, form.const, ()).expr()
+            left = E.substitute(others, axes)
+            v = target - left if form.axes[a] > 0 else left - target
+            axes[a] = v
+            guards += _within(v, space[a])
+        guards += [E.apply("eq", t, E.substitute(i, axes)) for t, i in s.pending]
+        body = E.guard(guards, E.substitute(g, axes))
+        if not rest:
+            return body
+        extents = dict(enumerate(ext)) | {off + a: space[a] for a in rest}
+        return make_reduce(
+            "sum", body, range(off), [off + a for a in rest], extents, f"d_{n.data.name}", loc=n.loc
+        )
+
+    return build
+
+
+def _within(v: Expr, n: int) -> list[Expr]:
+    return [E.apply("le", E.const(0), v), E.apply("lt", v, E.size(n))]
+
+
+def _solve_dim(
+    i: Expr, target: Expr, extent: int, ext: Sequence[int], space: Sequence[int], s: _Solution
+) -> None:
+    """Solve ``target == i`` for consumer axes, for one dimension."""
+    d = digits(i, space)
+    if d is not None and math.prod(o.extent for o in d) == extent and extent > 0:
+        parts = split(target, [o.extent for o in d], ext) if len(d) > 1 else [target]
+        for t, o in zip(parts, d, strict=True):
+            if o.axis in s.axes:
+                s.pending.append((t, Affine({o.axis: o.sign}, o.const, ()).expr()))
+                continue
+            v = t - o.const if o.sign > 0 else E.const(o.const) - t
+            s.axes[o.axis] = v
+            full = o.const == (0 if o.sign > 0 else o.extent - 1)
+            if not full:
+                s.guards += _within(v, space[o.axis])
+        return
+    form = affine(i)
+    if form.rest or not form.axes:
+        s.pending.append((target, i))
+        return
+    if len(form.axes) == 1:
+        ((a, k),) = form.axes.items()
+        if a in s.axes:
+            s.pending.append((target, i))
+            return
+        v = target - form.const if k > 0 else E.const(form.const) - target
+        if abs(k) > 1:
+            s.guards.append(E.apply("eq", E.apply("mod", v, E.const(abs(k))), E.const(0)))
+            v = E.apply("floordiv", v, E.const(abs(k)))
+        s.axes[a] = v
+        s.guards += _within(v, space[a])
+        return
+    inner = digits(Affine(form.axes, 0, ()).expr(), space)
+    if inner is not None and all(o.sign > 0 and o.axis not in s.axes for o in inner):
+        # Part of a flattened axis: a number of several digits from an offset on.
+        u = target - form.const
+        s.guards += _within(u, math.prod(o.extent for o in inner))
+        for t, o in zip(split(u, [o.extent for o in inner], ext), inner, strict=True):
+            s.axes[o.axis] = t
+        return
+    free = [a for a, k in form.axes.items() if abs(k) == 1 and a not in s.axes]
+    if free:
+        a = max(free, key=lambda q: space[q])
+        s.axes[a] = None
+        s.later.append((target, a, form))
+    else:
+        s.pending.append((target, i))
+
+
+# ------------------------------------------------------------------ forward mode
+
+
+def jvp(outs: Sequence[Stage], wrt: Sequence[Stage], tangents: Sequence[Stage]) -> list[Stage | None]:
+    """Tangents of ``outs`` given those of ``wrt``; None where the derivative is zero."""
+    order = topo_stages([*outs, *wrt])
+    dep = dependent_stages(order, wrt)
+    tangent: dict[Stage, Stage] = dict(zip(wrt, tangents, strict=True))
+    for s in order:
+        if s in tangent or s not in dep or s.body is None:
+            continue
+        t = _push(s, dep, tangent)
+        if t is not None:
+            tangent[s] = t
+    return [_narrow(tangent.get(s), s) for s in outs]
+
+
+def _push(s: Stage, dep: set[Stage], tangent: dict[Stage, Stage]) -> Stage | None:
+    assert s.body is not None
+    hot = _dependent(s, dep)
+    local: dict[Expr, Expr] = {}
+    for n in E.values(s.body):
+        if n not in hot:
+            continue
+        if n.kind == "load":
+            if n.data in tangent:
+                local[n] = E.load(tangent[n.data], n.args)
+            continue
+        pull = PRIMITIVES[n.data].pull
+        assert pull is not None
+        total: Expr | None = None
+        for k, x in enumerate(n.args):
+            if x in local:
+                p = pull(local[x], n.args, n)[k]
+                if p is not None:
+                    total = p if total is None else total + p
+        if total is not None:
+            local[n] = total
+    t = local.get(s.body)
+    if t is None:
+        return None
+    if s.kind == "reduce":
+        if s.monoid != "sum":
+            t = t * monoid_partial(s)
+        out, red = range(len(s.ext)), range(len(s.ext), len(s.space))
+        t = make_reduce("sum", t, out, red, s.space, f"t_{s.name}", loc=s.loc)
+    return map_stage(s.ext, t, f"t_{s.name}", groups=s.groups, dtype="f32", loc=s.loc)

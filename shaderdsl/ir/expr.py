@@ -1,0 +1,357 @@
+"""Scalar expressions over positional axes: immutable, interned, compared by identity.
+
+``Expr`` is what the compiler computes with; people write :class:`~shaderdsl.ir.trace.Value`. Two expressions that
+are built alike are one object, so a common subexpression costs nothing to find and a memo can be keyed by the node.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from ..errors import CompilerError, DTypeError
+
+FLOATS = ("f32", "f16")
+INTS = ("i32", "u32")
+DTYPES = ("f32", "f16", "i32", "u32", "bool")
+
+
+class Expr:
+    """One node. ``kind`` is const, index, size, scalar, load or apply (see ``docs/design.md``).
+
+    ``free`` is the bit mask of axes that the value depends on; ``loc`` is the user's ``file:line`` where the node was
+    first made, never part of its identity.
+    """
+
+    __slots__ = ("kind", "args", "data", "dtype", "free", "loc", "__weakref__")
+    kind: str
+    args: tuple[Expr, ...]
+    data: Any
+    dtype: str
+    free: int
+    loc: str | None
+
+    def __add__(self, other: Expr | float) -> Expr:
+        return apply("add", self, other)
+
+    def __radd__(self, other: Expr | float) -> Expr:
+        return apply("add", other, self)
+
+    def __sub__(self, other: Expr | float) -> Expr:
+        return apply("sub", self, other)
+
+    def __rsub__(self, other: Expr | float) -> Expr:
+        return apply("sub", other, self)
+
+    def __mul__(self, other: Expr | float) -> Expr:
+        return apply("mul", self, other)
+
+    def __rmul__(self, other: Expr | float) -> Expr:
+        return apply("mul", other, self)
+
+    def __truediv__(self, other: Expr | float) -> Expr:
+        return apply("div", self, other)
+
+    def __rtruediv__(self, other: Expr | float) -> Expr:
+        return apply("div", other, self)
+
+    def __neg__(self) -> Expr:
+        return apply("neg", self)
+
+    def __repr__(self) -> str:
+        from .printer import show
+
+        return show(self)
+
+
+_table: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
+
+
+def _make(kind: str, args: tuple[Expr, ...], data: Any, dtype: str, free: int, key: Any) -> Expr:
+    full = (kind, args, key)
+    node = _table.get(full)
+    if node is None:
+        node = object.__new__(Expr)
+        node.kind, node.args, node.data, node.dtype, node.free = kind, args, data, dtype, free
+        node.loc = None
+        _table[full] = node
+    return node
+
+
+# ------------------------------------------------------------------ leaves
+
+
+def const(value: bool | int | float, dtype: str | None = None) -> Expr:
+    """A number. Keys hold the type and the bits, so 1, 1.0, True and -0.0 stay apart."""
+    if dtype is None:
+        dtype = "bool" if isinstance(value, bool) else "i32" if isinstance(value, int) else "f32"
+    if dtype == "bool":
+        value = bool(value)
+    elif dtype in INTS:
+        value = int(value)
+    else:
+        dtype, value = "f32", float(value)
+    bits = struct.pack("<d", value) if dtype == "f32" else value
+    return _make("const", (), value, dtype, 0, (dtype, bits))
+
+
+def index(axis: int) -> Expr:
+    """The position along an axis, i32."""
+    return _make("index", (), axis, "i32", 1 << axis, axis)
+
+
+def size(value: int | float, dtype: str = "i32") -> Expr:
+    """A number that is known when planned but printed as a runtime parameter: an extent, an option of an op."""
+    return _make("size", (), value, dtype, 0, (dtype, struct.pack("<d", value)))
+
+
+def scalar(name: str, dtype: str) -> Expr:
+    """A runtime number that is given at each call."""
+    return _make("scalar", (), name, dtype, 0, (name, dtype))
+
+
+def load(stage: Any, indices: Iterable[Expr]) -> Expr:
+    """An element of a stage: one integer expression for each dimension of its shape."""
+    idx = tuple(indices)
+    if len(idx) != len(stage.shape):
+        raise CompilerError(f"a load of {stage} has {len(idx)} indices for shape {stage.shape}")
+    free = 0
+    for i in idx:
+        free |= i.free
+    return _make("load", idx, stage, "f32" if stage.dtype == "f16" else stage.dtype, free, stage)
+
+
+# ------------------------------------------------------------------ application
+
+
+def lift(value: Expr | bool | int | float, dtype: str | None = None) -> Expr:
+    """A Python number becomes a constant; an expression stays."""
+    return value if isinstance(value, Expr) else const(value, dtype)
+
+
+def cast(value: Expr, dtype: str) -> Expr:
+    """Numeric conversion; constants are converted at once."""
+    if dtype == "f16":
+        dtype = "f32"
+    if value.dtype == dtype:
+        return value
+    if value.kind == "const" and dtype != "bool" and (dtype == "f32" or float(value.data).is_integer()):
+        return const(float(value.data) if dtype == "f32" else int(value.data), dtype)
+    return _make("apply", (value,), "to_" + dtype, dtype, value.free, "to_" + dtype)
+
+
+def promote(args: list[Expr], where: str = "") -> list[Expr]:
+    """Bring operands to one dtype: bool < i32, u32 < f32; constants are weak."""
+    kinds = {a.dtype for a in args if a.kind != "const"} or {a.dtype for a in args}
+    # A float constant makes integers into floats; an integer constant takes the others' type.
+    if "f32" in kinds or any(a.kind == "const" and a.dtype == "f32" for a in args):
+        return [cast(a, "f32") for a in args]
+    if "i32" in kinds and "u32" in kinds:
+        raise DTypeError(
+            f"{where or 'an operation'} mixes i32 and u32",
+            cure="convert one of them: sd.cast(x, 'i32') or sd.cast(x, 'u32')",
+        )
+    for dtype in ("u32", "i32"):
+        if dtype in kinds:
+            return [cast(a, dtype) for a in args]
+    if kinds == {"bool"} and any(a.dtype == "i32" for a in args):
+        return [cast(a, "i32") for a in args]
+    return args
+
+
+def apply(name: str, *operands: Expr | bool | int | float) -> Expr:
+    """A primitive of operands, with types brought together and the simplest identities removed."""
+    from .primitives import PRIMITIVES
+
+    prim = PRIMITIVES[name]
+    args = prim.prepare([lift(a) for a in operands])
+    simple = _simplify(name, args)
+    if simple is not None:
+        return simple
+    free = 0
+    for a in args:
+        free |= a.free
+    return _make("apply", tuple(args), name, prim.result(args), free, name)
+
+
+def where(condition: Expr, a: Expr | float, b: Expr | float) -> Expr:
+    """``a`` where the condition holds, else ``b``."""
+    return apply("where", condition, a, b)
+
+
+def _is(e: Expr, value: float) -> bool:
+    return e.kind == "const" and e.dtype != "bool" and e.data == value
+
+
+def _simplify(name: str, a: list[Expr]) -> Expr | None:
+    if name == "where":
+        if a[1] is a[2]:
+            return a[1]
+        if a[0].kind == "const":
+            return a[1] if a[0].data else a[2]
+        return None
+    if name == "and":
+        for i in (0, 1):
+            if a[i].kind == "const" and a[i].dtype == "bool":
+                return a[1 - i] if a[i].data else a[i]
+        return a[0] if a[0] is a[1] else None
+    if name in ("add", "sub", "mul", "neg") and all(x.kind == "const" for x in a):
+        if a[0].dtype != "bool":
+            return _fold(name, a)
+    if name == "add":
+        if _is(a[0], 0):
+            return a[1]
+        if _is(a[1], 0):
+            return a[0]
+    elif name == "sub" and _is(a[1], 0):
+        return a[0]
+    elif name == "mul":
+        for i in (0, 1):
+            if _is(a[i], 1):
+                return a[1 - i]
+            if _is(a[i], 0) and a[i].dtype != "f32":
+                return a[i]
+            if _is(a[i], -1) and a[i].dtype != "u32":
+                return apply("neg", a[1 - i])
+    elif name == "div" and _is(a[1], 1):
+        return a[0]
+    elif name == "neg" and a[0].kind == "apply" and a[0].data == "neg":
+        return a[0].args[0]
+    elif name in ("floordiv", "mod") and _is(a[1], 1) and a[0].dtype != "f32":
+        return a[0] if name == "floordiv" else const(0, a[0].dtype)
+    elif name == "stop_gradient" and (a[0].kind == "const" or a[0].dtype not in FLOATS):
+        return a[0]
+    return None
+
+
+def _fold(name: str, a: list[Expr]) -> Expr:
+    x = a[0].data
+    y = a[1].data if len(a) > 1 else 0
+    value = {"add": lambda: x + y, "sub": lambda: x - y, "mul": lambda: x * y, "neg": lambda: -x}[name]()
+    dtype = a[0].dtype
+    if dtype == "i32":  # wraps, as the device does
+        value = (value + (1 << 31)) % (1 << 32) - (1 << 31)
+    elif dtype == "u32":
+        value %= 1 << 32
+    return const(value, dtype)
+
+
+# ------------------------------------------------------------------ traversal (iterative: a deep graph must not recurse)
+
+
+def topo(*roots: Expr, into: Callable[[Expr], bool] | None = None) -> list[Expr]:
+    """Nodes reachable from the roots, operands first. ``into(node)`` false keeps its operands out."""
+    out: list[Expr] = []
+    seen: set[Expr] = set()
+    stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(roots)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            out.append(node)
+            continue
+        if node in seen:
+            continue
+        seen.add(node)
+        stack.append((node, True))
+        if into is None or into(node):
+            stack.extend((x, False) for x in reversed(node.args) if x not in seen)
+    return out
+
+
+def values(*roots: Expr) -> list[Expr]:
+    """Like :func:`topo`, but an index inside a load is an address and not a value."""
+    return topo(*roots, into=lambda n: n.kind != "load")
+
+
+def loads(*roots: Expr) -> list[Expr]:
+    """The load nodes below the roots, those inside indices included."""
+    return [n for n in topo(*roots) if n.kind == "load"]
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The axes in a ``free`` mask."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    """The node with other operands."""
+    if args == node.args:
+        return node
+    if node.kind == "load":
+        new = load(node.data, args)
+    elif node.data.startswith("to_"):
+        new = cast(args[0], node.data[3:])
+    else:
+        new = apply(node.data, *args)
+    if new.loc is None:
+        new.loc = node.loc
+    return new
+
+
+def rewrite(root: Expr, leaf: Callable[[Expr, tuple[Expr, ...]], Expr]) -> Expr:
+    """Rebuild from the leaves; ``leaf(node, new_args)`` gives each node's replacement."""
+    memo: dict[Expr, Expr] = {}
+    for n in topo(root):
+        memo[n] = leaf(n, tuple(memo[x] for x in n.args))
+    return memo[root]
+
+
+def substitute(root: Expr, axes: Mapping[int, Expr]) -> Expr:
+    """Replace axes by expressions. There are no binders, so nothing can be captured."""
+    mask = 0
+    for a in axes:
+        mask |= 1 << a
+    if not root.free & mask:
+        return root
+    memo: dict[Expr, Expr] = {}
+    for n in topo(root, into=lambda n: bool(n.free & mask)):
+        if not n.free & mask:
+            memo[n] = n
+        elif n.kind == "index":
+            memo[n] = axes[n.data]
+        else:
+            memo[n] = rebuild(n, tuple(memo[x] for x in n.args))
+    return memo[root]
+
+
+def all_of(conditions: Iterable[Expr]) -> Expr | None:
+    """The conjunction, or None for no condition."""
+    result: Expr | None = None
+    for c in conditions:
+        result = c if result is None else apply("and", result, c)
+    return result
+
+
+def guard(conditions: Iterable[Expr], value: Expr) -> Expr:
+    """``value`` where all conditions hold, zero elsewhere."""
+    c = all_of(conditions)
+    return value if c is None else where(c, value, const(0, value.dtype))
+
+
+# ------------------------------------------------------------------ where the user wrote it
+
+_HERE = __file__.rsplit("/ir/", 1)[0] + "/"
+_OWN = tuple(_HERE + d for d in ("ir/", "codegen/", "runtime/", "function.py", "array.py", "namespace.py", "random.py"))
+
+
+def user_location(skip: int = 1) -> str | None:
+    """``file:line`` of the nearest frame outside the compiler."""
+    frame = sys._getframe(skip)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_OWN):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def is_finite_const(e: Expr) -> bool:
+    """A constant that WGSL can write as a literal."""
+    return e.kind == "const" and (e.dtype != "f32" or math.isfinite(e.data))

@@ -1,0 +1,212 @@
+"""Index arithmetic: affine forms, intervals, mixed-radix digits.
+
+An index map is an integer expression of axes. Most are affine sums; flattened axes are digits of a mixed-radix number.
+Here maps are taken apart (to find addresses, to solve ``target == map(axes)`` for an axis) and put together again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .expr import Expr, apply, const, index
+
+_LOW, _HIGH = -(2**31), 2**31 - 1
+Extents = Sequence[int] | Mapping[int, int]
+
+
+def number(e: Expr) -> int | None:
+    """The value of an integer constant or size."""
+    return e.data if e.kind in ("const", "size") and e.dtype in ("i32", "u32") else None
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``const + Σ axes[a]·index(a) + Σ coefficient·expression``."""
+
+    axes: dict[int, int]
+    const: int
+    rest: tuple[tuple[int, Expr], ...]
+
+    def expr(self) -> Expr:
+        """Back to an expression, in a fixed order so that equal forms intern."""
+        terms: list[Expr] = []
+        for a in sorted(self.axes):
+            terms.append(apply("mul", index(a), const(self.axes[a])))
+        terms += [apply("mul", n, const(k)) for k, n in self.rest]
+        total = const(self.const) if self.const or not terms else None
+        for t in reversed(terms):
+            total = t if total is None else apply("add", t, total)
+        assert total is not None
+        return total
+
+
+def affine(e: Expr) -> Affine:
+    """Take a sum apart. Products by constants distribute; anything else is a term of its own."""
+    axes: dict[int, int] = {}
+    rest: dict[Expr, int] = {}
+    total = 0
+    stack = [(1, e)]
+    while stack:
+        k, n = stack.pop()
+        value = number(n)
+        if value is not None:
+            total += k * value
+        elif n.kind == "index":
+            axes[n.data] = axes.get(n.data, 0) + k
+        elif n.kind == "apply" and n.data == "add":
+            stack += [(k, n.args[1]), (k, n.args[0])]
+        elif n.kind == "apply" and n.data == "sub":
+            stack += [(-k, n.args[1]), (k, n.args[0])]
+        elif n.kind == "apply" and n.data == "neg":
+            stack.append((-k, n.args[0]))
+        elif n.kind == "apply" and n.data == "mul" and number(n.args[0]) is not None:
+            stack.append((k * number(n.args[0]), n.args[1]))  # type: ignore[operator]
+        elif n.kind == "apply" and n.data == "mul" and number(n.args[1]) is not None:
+            stack.append((k * number(n.args[1]), n.args[0]))  # type: ignore[operator]
+        else:
+            rest[n] = rest.get(n, 0) + k
+    return Affine(
+        {a: k for a, k in axes.items() if k}, total, tuple((k, n) for n, k in rest.items() if k)
+    )
+
+
+def interval(e: Expr, extents: Extents, memo: dict[Expr, tuple[int, int]] | None = None) -> tuple[int, int]:
+    """Least and greatest value of an integer expression, given the extents of its axes."""
+    if memo is None:
+        memo = {}
+    if e in memo:
+        return memo[e]
+    memo[e] = result = _interval(e, extents, memo)
+    return result
+
+
+def _interval(e: Expr, extents: Extents, memo: dict[Expr, tuple[int, int]]) -> tuple[int, int]:
+    value = number(e)
+    if value is not None:
+        return value, value
+    if e.kind == "index":
+        return 0, max(extents[e.data] - 1, 0)
+    if e.kind != "apply" or e.dtype not in ("i32", "u32"):
+        return (0, 2**32 - 1) if e.dtype == "u32" else (_LOW, _HIGH)
+    if e.data in ("add", "sub", "neg", "mul"):
+        form = affine(e)
+        if len(form.rest) == 1 and form.rest[0] == (1, e):
+            if e.data == "mul":
+                a, b = (interval(x, extents, memo) for x in e.args)
+                ends = [p * q for p in a for q in b]
+                return min(ends), max(ends)
+            return _LOW, _HIGH
+        low = high = form.const
+        for k, (p, q) in [(k, interval(index(a), extents, memo)) for a, k in form.axes.items()] + [
+            (k, interval(n, extents, memo)) for k, n in form.rest
+        ]:
+            low += min(k * p, k * q)
+            high += max(k * p, k * q)
+        return low, high
+    if e.data in ("floordiv", "mod"):
+        low, high = interval(e.args[0], extents, memo)
+        p = number(e.args[1])
+        if p is None or p <= 0:
+            return _LOW, _HIGH
+        if e.data == "floordiv":
+            return low // p, high // p
+        return (low % p, high % p) if low // p == high // p else (0, p - 1)
+    if e.data in ("minimum", "maximum"):
+        (a, b), (c, d) = (interval(x, extents, memo) for x in e.args)
+        f = min if e.data == "minimum" else max
+        return f(a, c), f(b, d)
+    if e.data == "where":
+        (a, b), (c, d) = (interval(x, extents, memo) for x in e.args[1:])
+        return min(a, c), max(b, d)
+    return (0, 2**32 - 1) if e.dtype == "u32" else (_LOW, _HIGH)
+
+
+def merge(axes: Sequence[int], extents: Extents) -> Expr:
+    """The position along merged axes: a mixed-radix number, last axis fastest."""
+    stride = 1
+    form: dict[int, int] = {}
+    for a in reversed(axes):
+        if extents[a] != 1:
+            form[a] = stride
+        stride *= extents[a]
+    return Affine(form, 0, ()).expr()
+
+
+def divmod_index(e: Expr, p: int, extents: Extents) -> tuple[Expr, Expr]:
+    """Quotient and remainder by a positive number, simplified where the affine form allows."""
+    if p <= 1:
+        return e, const(0)
+    form = affine(e)
+    low = Affine(
+        {a: k for a, k in form.axes.items() if k % p},
+        form.const % p,
+        tuple((k, n) for k, n in form.rest if k % p),
+    ).expr()
+    high = Affine(
+        {a: k // p for a, k in form.axes.items() if k % p == 0},
+        form.const // p,
+        tuple((k // p, n) for k, n in form.rest if k % p == 0),
+    ).expr()
+    lo, hi = interval(low, extents)
+    if 0 <= lo and hi < p:
+        return high, low
+    return (
+        apply("add", high, apply("floordiv", low, const(p))),
+        apply("mod", low, const(p)),
+    )
+
+
+def split(e: Expr, radices: Sequence[int], extents: Extents) -> list[Expr]:
+    """Digits of an index in a mixed radix, most significant first; the first digit takes what is left."""
+    digits: list[Expr] = []
+    for p in reversed(radices[1:]):
+        e, low = divmod_index(e, p, extents)
+        digits.append(low)
+    return [e, *reversed(digits)] if radices else []
+
+
+@dataclass(frozen=True)
+class Digit:
+    """One digit of an index map: ``sign · index(axis) + const`` over ``extent`` values, worth ``extent`` of the next."""
+
+    extent: int
+    sign: int
+    axis: int
+    const: int
+
+
+def digits(e: Expr, extents: Extents) -> list[Digit] | None:
+    """An index map as mixed-radix digits, most significant first, or None when it is no such number."""
+    form = affine(e)
+    if form.rest or not form.axes:
+        return None
+    items = sorted(form.axes.items(), key=lambda t: (-abs(t[1]), -extents[t[0]]))
+    if abs(items[-1][1]) != 1:
+        return None
+    for (_, k), (b, m) in zip(items, items[1:], strict=False):
+        if abs(m) * extents[b] != abs(k):
+            return None
+    reversal = sum((extents[a] - 1) * -k for a, k in items if k < 0)
+    if form.const == reversal:
+        return [Digit(extents[a], 1 if k > 0 else -1, a, 0 if k > 0 else extents[a] - 1) for a, k in items]
+    if len(items) == 1:
+        a, k = items[0]
+        return [Digit(extents[a], 1 if k > 0 else -1, a, form.const)]
+    return None
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides in elements, last dimension fastest."""
+    strides: list[int] = []
+    step = 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def product(numbers: Sequence[int]) -> int:
+    """∏, 1 for none."""
+    return math.prod(numbers)

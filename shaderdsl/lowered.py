@@ -1,0 +1,56 @@
+"""What ``sd.lower`` gives: the kernels of a call, and the reasons for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .codegen.program import Kernel, Program
+from .ir.printer import show_graph
+from .ir.stage import Stage
+
+
+class Lowered:
+    """Kernels exactly as a call dispatches them. ``residuals``: what forward keeps for the pullback."""
+
+    def __init__(self, program: Program, residuals: Sequence[Stage]):
+        self.program = program
+        self.residuals = tuple(residuals)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """In order of execution."""
+        return self.program.kernels
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one call."""
+        return sum(k.flops for k in self.kernels)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one call must move."""
+        return sum(k.bytes for k in self.kernels)
+
+    def graph(self) -> str:
+        """The stage graph as text."""
+        return show_graph(self.program.outputs)
+
+    def explain(self) -> str:
+        """Why each kernel begins and ends where it does; bytes and FLOPs."""
+        lines = [f"{len(self.kernels)} kernel(s), {self.bytes:,} bytes, {self.flops:,} FLOPs"]
+        for i, k in enumerate(self.kernels):
+            groups = "×".join(str(n) for n in k.workgroups)
+            size = "×".join(str(n) for n in k.workgroup_size)
+            lines.append(f"{i}. {k.name} [{k.archetype}] {groups} workgroups of {size}")
+            lines.append(f"   computes {', '.join(s.name for s in k.members)}; stores {', '.join(s.name for s in k.writes)}")
+            lines.append(f"   {k.bytes:,} bytes, {k.flops:,} FLOPs")
+            if k.reason:
+                lines.append(f"   {k.reason}")
+        if self.residuals:
+            kept = ", ".join(f"{s.name} {list(s.shape)}" for s in self.residuals)
+            lines.append(f"forward keeps for this: {kept}")
+        lines += self.program.log
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return self.explain()

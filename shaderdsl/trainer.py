@@ -1,0 +1,290 @@
+"""Trains a byte-level Llama-style transformer and can stop and go on at any step.
+
+One step (forward, backward, clipping, AdamW) is one compiled plan. Nothing is read back
+but the loss, and that only when somebody asks for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import checkpoint, data, nn, optim, tree
+from .array import Array, zeros
+from .errors import CheckpointError, ShaderError
+from .function import compile, value_and_grad
+
+__all__ = ["TrainConfig", "Trainer", "saved_run"]
+
+#: windows that one call of the evaluation judges
+_JUDGED = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """All that a run depends on, besides the text.
+
+    The defaults suit a software driver: three minutes on two cores.
+    """
+
+    steps: int = 600
+    batch: int = 4  # sequences a step
+    length: int = 64  # bytes a sequence
+    peak: float = 4e-3  # the learning rate after the warm-up
+    warmup: int = 40
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    seed: int = 0
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    ffn: int = 172
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "length", "layers", "heads", "kv_heads", "ffn"):
+            if getattr(self, name) < 1:
+                raise ShaderError(f"{name} is {getattr(self, name)}; it must be ≥ 1")
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise ShaderError(
+                f"{self.hidden} features do not split into {self.heads} heads of an "
+                "even size",
+                cure="make hidden a multiple of twice the heads",
+            )
+        if self.heads % self.kv_heads:
+            raise ShaderError(
+                f"{self.heads} heads do not share {self.kv_heads} key/value heads "
+                "evenly",
+                cure="make heads a multiple of kv_heads",
+            )
+
+    @property
+    def model(self) -> nn.TransformerConfig:
+        return nn.TransformerConfig(
+            vocab_size=256,
+            hidden_size=self.hidden,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.hidden // self.heads,
+            ffn_size=self.ffn,
+        )
+
+
+class Trainer:
+    """A model, its optimiser's state and the step they are at.
+
+    Args:
+        config: what to train and how.
+        text: the tokens; the last tenth is held out.
+        source: the files that the text is from; only kept for a later resume.
+    """
+
+    def __init__(
+        self, config: TrainConfig, text: np.ndarray, source: Sequence[str] = ()
+    ):
+        self.config, self.text, self.source = config, text, tuple(source)
+        self.train_text, self.held_out_text = data.split(text)
+        self.batches = data.Batches(
+            self.train_text, config.batch, config.length, config.seed
+        )
+        self._judged = data.windows(self.held_out_text, config.length)
+        self.step = 0
+        self.history: list[dict[str, float]] = []
+        self.model = nn.Transformer.init(config.model, seed=config.seed)
+        self.optimiser = optim.AdamW(
+            lr=optim.cosine(config.peak, config.steps, config.warmup),
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+        )
+        self.state = self.optimiser.init(self.model)
+        self._total = zeros(())
+        self._counted = 0
+        self._advance = compile(self._step, donate=("model", "state", "total"))
+        self._judge = compile(_judge, donate=("total",))
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are trained."""
+        return sum(math.prod(leaf.shape) for leaf in tree.leaves(self.model))
+
+    def _step(
+        self, model: Any, state: Any, total: Array, inputs: Array, labels: Array
+    ) -> tuple[Any, Any, Array]:
+        def loss_of(model: Any) -> Array:
+            return nn.cross_entropy(model(inputs), labels)
+
+        loss, gradients = value_and_grad(loss_of)(model)
+        model, state = self.optimiser.update(model, gradients, state)
+        return model, state, total + loss
+
+    def advance(self) -> None:
+        """One step; returns before the device has done it."""
+        batch = self.batches(self.step)
+        self.model, self.state, self._total = self._advance(
+            self.model, self.state, self._total, batch[:, :-1], batch[:, 1:]
+        )
+        self.step += 1
+        self._counted += 1
+
+    def mean_loss(self) -> float:
+        """The mean loss of the steps since the last call, in nats a byte.
+
+        Waits for the device and reads one number.
+        """
+        mean = float(self._total) / max(1, self._counted)
+        self._total, self._counted = zeros(()), 0
+        return mean
+
+    def held_out_loss(self, sample: int | None = None) -> float:
+        """The loss on the text that is not trained on, in nats a byte.
+
+        Args:
+            sample: judge about so many bytes, spread over it; by default all of it.
+        """
+        inputs, labels = self._judged
+        if sample is not None:
+            wanted = max(1, min(len(inputs), sample // self.config.length))
+            chosen = np.linspace(0, len(inputs) - 1, wanted).round().astype(int)
+            inputs, labels = inputs[chosen], labels[chosen]
+        if short := -len(inputs) % _JUDGED:  # one shape only: one plan only
+            inputs = np.pad(inputs, ((0, short), (0, 0)))
+            labels = np.pad(labels, ((0, short), (0, 0)), constant_values=-100)
+        total = zeros(())
+        for at in range(0, len(inputs), _JUDGED):
+            rows = slice(at, at + _JUDGED)
+            total = self._judge(self.model, total, inputs[rows], labels[rows])
+        return float(total) / int((labels != -100).sum())
+
+    def save(self, run: Path) -> Path:
+        """Writes a checkpoint of this step into the run's folder; returns its path."""
+        return checkpoint.save(run, self.step, self._write)
+
+    def _write(self, folder: Path) -> None:
+        from safetensors.numpy import save_file
+
+        nn.save(self.model, folder)
+        leaves = [np.asarray(leaf) for leaf in tree.leaves(self.state)]
+        save_file(
+            {f"{i:05}": np.ascontiguousarray(leaf) for i, leaf in enumerate(leaves)},
+            folder / "optimizer.safetensors",
+        )
+        about = {
+            "step": self.step,
+            "tokens": "bytes",
+            "text": {
+                "sha256": data.digest(self.text),
+                "bytes": len(self.text),
+                "files": list(self.source),
+            },
+            "config": dataclasses.asdict(self.config),
+            "history": self.history,
+        }
+        (folder / "trainer.json").write_text(json.dumps(about, indent=1))
+
+    @classmethod
+    def resume(
+        cls, run: Path, text: np.ndarray, config: TrainConfig | None = None
+    ) -> Trainer:
+        """Goes on from the newest checkpoint of a run as if it had never stopped.
+
+        Args:
+            run: the run's folder.
+            text: the same tokens as before.
+            config: another one than the saved one, for instance with more steps.
+
+        Raises:
+            CheckpointError: there is no checkpoint, it cannot be read, it is of another
+                model, or the text is another.
+        """
+        folder = checkpoint.latest(run)
+        about = _about(folder)
+        if about["text"]["sha256"] != data.digest(text):
+            raise CheckpointError(
+                f"{run} was trained on another text ({about['text']['bytes']:,} bytes; "
+                f"this one has {len(text):,})",
+                cure="give the same --text files in the same order, unchanged",
+            )
+        source = about["text"]["files"]
+        trainer = cls(config or _config(about, folder), text, source)
+        trainer.model = _same_shapes(nn.load(folder), trainer.model, folder)
+        trainer.state = _load_state(folder, trainer.state)
+        trainer.step = int(about["step"])
+        trainer.history = about["history"]
+        return trainer
+
+
+def saved_run(run: Path) -> tuple[TrainConfig, list[str]]:
+    """What a run was started with: its configuration and its text files."""
+    folder = checkpoint.latest(run)
+    about = _about(folder)
+    return _config(about, folder), about["text"]["files"]
+
+
+def _judge(model: Any, total: Array, inputs: Array, labels: Array) -> Array:
+    return total + nn.cross_entropy(model(inputs), labels, reduction="sum")
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    path = folder / "trainer.json"
+    try:
+        about = json.loads(path.read_text())
+        if not {"step", "text", "config", "history"} <= set(about):
+            raise ValueError("entries are missing")
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"cannot read {path}: {error}",
+            cure="give a folder that `shaderdsl train --out` wrote to",
+        ) from error
+    return about
+
+
+def _config(about: dict[str, Any], folder: Path) -> TrainConfig:
+    try:
+        fields = dict(about["config"])
+        fields["betas"] = tuple(fields["betas"])
+        return TrainConfig(**fields)
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder / 'trainer.json'} is of another version: {error}"
+        ) from error
+
+
+def _same_shapes(loaded: Any, wanted: Any, folder: Path) -> Any:
+    have, need = nn.state_dict(loaded), nn.state_dict(wanted)
+    for name, leaf in need.items():
+        if name not in have:
+            raise CheckpointError(f"{folder} lacks the weight {name}")
+        if have[name].shape != leaf.shape:
+            raise CheckpointError(
+                f"{folder}: {name} has the shape {have[name].shape}, "
+                f"the model's has {leaf.shape}"
+            )
+    return loaded
+
+
+def _load_state(folder: Path, state: Any) -> Any:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    path = folder / "optimizer.safetensors"
+    try:
+        stored = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    leaves = tree.leaves(state)
+    loaded = [stored.get(f"{i:05}") for i in range(len(leaves))]
+    if len(stored) != len(leaves) or any(
+        new is None or new.shape != tuple(old.shape) for new, old in zip(loaded, leaves)
+    ):
+        raise CheckpointError(f"{path} holds the state of another model or optimiser")
+    return tree.unflatten(state, [Array(new) for new in loaded])

@@ -1,0 +1,97 @@
+"""Pytrees: nested tuples, lists, dicts and registered classes, flattened to leaves and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+# class -> (parts(x) -> (children, key), build(key, children))
+_registry: dict[type, tuple[Callable[[Any], tuple[list[Any], Any]], Callable[[Any, list[Any]], Any]]] = {}
+
+
+def register(
+    cls: type,
+    parts: Callable[[Any], tuple[list[Any], Any]],
+    build: Callable[[Any, list[Any]], Any],
+) -> None:
+    """Make a class a pytree. ``parts`` gives children and a hashable rest; ``build`` is its inverse."""
+    _registry[cls] = (parts, build)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The shape of a pytree: hashable, equal for equal structures."""
+
+    kind: Any
+    key: Any
+    children: tuple[Structure, ...]
+    leaves: int
+
+
+_LEAF = Structure(None, None, (), 1)
+_NONE = Structure("none", None, (), 0)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Structure]:
+    """Leaves from left to right, and the structure. None holds no leaf."""
+    leaves: list[Any] = []
+    return leaves, _flatten(tree, leaves)
+
+
+def _flatten(x: Any, leaves: list[Any]) -> Structure:
+    kind = type(x)
+    if x is None:
+        return _NONE
+    if kind in _registry:
+        children, key = _registry[kind][0](x)
+    elif kind is tuple or kind is list:
+        children, key = list(x), None
+    elif isinstance(x, tuple) and hasattr(x, "_fields"):
+        children, key = list(x), None
+    elif kind is dict:
+        names = list(x)
+        children, key = [x[n] for n in names], tuple(names)
+    else:
+        leaves.append(x)
+        return _LEAF
+    before = len(leaves)
+    parts = tuple(_flatten(c, leaves) for c in children)
+    return Structure(kind, key, parts, len(leaves) - before)
+
+
+def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
+    """The pytree of this structure with these leaves."""
+    return _build(structure, iter(leaves))
+
+
+def _build(s: Structure, leaves: Any) -> Any:
+    if s is _LEAF or s == _LEAF:
+        return next(leaves)
+    if s.kind == "none":
+        return None
+    children = [_build(c, leaves) for c in s.children]
+    if s.kind in _registry:
+        return _registry[s.kind][1](s.key, children)
+    if s.kind is dict:
+        return dict(zip(s.key, children, strict=True))
+    if s.kind in (tuple, list):
+        return s.kind(children)
+    return s.kind(*children)
+
+
+def map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Apply a function leaf by leaf; further trees must have the same structure."""
+    leaves, structure = flatten(tree)
+    rest = []
+    for o in others:
+        more, s = flatten(o)
+        if s != structure:
+            raise ValueError("pytrees of different structure")
+        rest.append(more)
+    return unflatten(structure, [function(*xs) for xs in zip(leaves, *rest, strict=True)])
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves from left to right."""
+    return flatten(tree)[0]
