@@ -1,0 +1,169 @@
+"""Scaled dot-product attention as the plain expression; what runs is the compiler's choice.
+
+Query head ``h·group + g`` reads key and value head ``h``. Query i stands at position
+``start + i``; without ``start`` the last query stands at the last key, so that a causal
+mask is aligned at the bottom right. A row whose every key is masked gives zeros, and
+zero gradients.
+
+Source: Vaswani et al., "Attention is all you need" (2017); Ainslie et al., "GQA" (2023).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import namespace as sd
+from ..function import op
+
+_HEADS = "... (h g) t d, ... h s d, ... h s c"
+
+
+def _positions(start: Any) -> Any:
+    """The position of each query among the keys."""
+    if start is None:
+        start = sd.extent("s") - sd.extent("t")
+    return sd.index("t") + start
+
+
+def _scores(q: Any, k: Any, scale: Any, softcap: Any) -> Any:
+    """scale · q kᵀ, and cap · tanh(score / cap) where there is a cap."""
+    if scale is None:
+        scale = sd.rsqrt(sd.cast(sd.extent("d"), "f32"))
+    s = sd.sum(q * k, over="d") * scale
+    return s if softcap is None else softcap * sd.tanh(s / softcap)
+
+
+def _seen(causal: bool, window: Any, start: Any, mask: Any = None) -> Any:
+    """Which keys a query sees, or None for all."""
+    position, key = _positions(start), sd.index("s")
+    if causal:
+        mask = key <= position if mask is None else mask & (key <= position)
+    if window is not None:
+        near = key > position - window
+        mask = near if mask is None else mask & near
+    return mask
+
+
+def _weigh(s: Any, v: Any, seen: Any) -> Any:
+    return sd.sum(sd.softmax(s, over="s", where=seen) * v, over="s")
+
+
+@op(_HEADS + " -> ... (h g) t c", static=("causal",))
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    start: int | None = None,
+) -> Any:
+    """softmax(scale · q kᵀ + mask) v
+
+    Args:
+        q: [..., query heads, t, d].
+        k: [..., kv heads, s, d]; kv heads divide query heads.
+        v: [..., kv heads, s, c].
+        scale: 1/√d by default.
+        causal: query at position i sees keys j ≤ i.
+        window: and j > i - window: ``window`` keys, its own among them.
+        softcap: scores become cap · tanh(score / cap) before the mask.
+        start: position of the first query; s - t by default.
+    """
+    return _weigh(_scores(q, k, scale, softcap), v, _seen(causal, window, start))
+
+
+@op(_HEADS + " -> ... (h g) t c, ... (h g) t", static=("causal",))
+def attention_lse(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    start: int | None = None,
+) -> tuple[Any, Any]:
+    """:func:`attention`, and log Σ exp of each row's scores (-inf for a masked row)."""
+    s, seen = _scores(q, k, scale, softcap), _seen(causal, window, start)
+    return _weigh(s, v, seen), sd.logsumexp(s, over="s", where=seen)
+
+
+@op(_HEADS + ", (h g) -> ... (h g) t c", static=("causal",))
+def attention_alibi(
+    q: Any,
+    k: Any,
+    v: Any,
+    slopes: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    start: int | None = None,
+) -> Any:
+    """:func:`attention` with -slope · (position - key) added to the scaled scores.
+
+    Args:
+        slopes: [query heads].
+
+    Source: Press, Smith and Lewis, "Train short, test long" (2021).
+    """
+    behind = sd.cast(_positions(start) - sd.index("s"), "f32")
+    s = _scores(q, k, scale, None) - slopes * behind
+    return _weigh(s, v, _seen(causal, window, start))
+
+
+@op(_HEADS + ", ... (h g) t c -> ... (h g) t c", static=("causal",))
+def attention_gated(
+    q: Any,
+    k: Any,
+    v: Any,
+    gate: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    start: int | None = None,
+) -> Any:
+    """:func:`attention` times sigmoid(gate).
+
+    Args:
+        gate: [..., query heads, t, c].
+    """
+    seen = _seen(causal, window, start)
+    return _weigh(_scores(q, k, scale, None), v, seen) * sd.sigmoid(gate)
+
+
+@op(_HEADS + ", ... t s -> ... (h g) t c", static=("causal",))
+def attention_masked(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    start: int | None = None,
+) -> Any:
+    """:func:`attention` to the keys that a mask shows: padding, documents.
+
+    Args:
+        mask: bool [..., t, s], true where the query sees the key.
+    """
+    seen = _seen(causal, window, start, mask)
+    return _weigh(_scores(q, k, scale, softcap), v, seen)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The published slopes: 2^(-8i/n) for a power of two n, interleaved otherwise."""
+
+    def powers(n: int) -> list[float]:
+        return [2.0 ** (-8.0 * i / n) for i in range(1, n + 1)]
+
+    n = 1 << (heads.bit_length() - 1)
+    return powers(n) + powers(2 * n)[0::2][: heads - n]
