@@ -50,8 +50,12 @@ def _note_checks(checks: Iterable[HostCheck]) -> None:
         stack[-1].checks += checks
 
 
-def run_checks(checks: Iterable[HostCheck], host: dict[Stage, np.ndarray]) -> None:
-    """Look at ids that are known on the host.
+def run_checks(
+    checks: Iterable[HostCheck],
+    host: dict[Stage, np.ndarray],
+    scalars: dict[str, Any] | None = None,
+) -> None:
+    """Look at ids that are known on the host; ``scalars`` are the runtime numbers that guards may use.
 
     Raises:
         IndexRangeError: naming the array, the axis' size and the offending id.
@@ -60,7 +64,7 @@ def run_checks(checks: Iterable[HostCheck], host: dict[Stage, np.ndarray]) -> No
         loads = E.loads(c.index, *c.guards)
         if any(n.data not in host for n in loads):
             continue
-        low, high = interpret.index_range(c.index, c.guards, c.space, host)
+        low, high = interpret.index_range(c.index, c.guards, c.space, host, scalars)
         if low < 0 or high >= c.extent:
             raise IndexRangeError(
                 f"ids run from {low} to {high}, but the indexed axis of {c.array!r} has size {c.extent}",
@@ -188,7 +192,7 @@ class Op:
             self._graphs[key] = found
         outs, checks, many = found
         if checks:
-            run_checks(checks, _host_copies(inputs, everything))
+            run_checks(checks, _host_copies(inputs, everything), scalars)
         buffers = plan_for(outs, inputs)([a.buffer() for a in everything], scalars)
         return _give(
             [Array.of_buffer(b, s.shape, s.dtype) for b, s in zip(buffers, outs, strict=True)], many

@@ -321,11 +321,15 @@ class _Evaluator:
 
 
 def index_range(
-    index: Expr, guards: Sequence[Expr], space: Sequence[int], values: Mapping[Stage, Array]
+    index: Expr,
+    guards: Sequence[Expr],
+    space: Sequence[int],
+    values: Mapping[Stage, Array],
+    scalars: Mapping[str, float] | None = None,
 ) -> tuple[int, int]:
     """Least and greatest value of an index wherever all guards hold; (0, -1) turned to (0, 0) where none do."""
     fake = Stage("map", space, (), None, index, None, "i32", "check")
-    ev = _Evaluator(fake, values, np.dtype(np.float32), {})
+    ev = _Evaluator(fake, values, np.dtype(np.float32), scalars or {})
     free = index.free
     c = E.all_of(guards)
     with np.errstate(all="ignore"):
