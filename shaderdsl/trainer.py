@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from . import checkpoint, data, nn, optim, tree
-from .array import Array, zeros
+from .array import Array, asarray
 from .errors import CheckpointError, ShaderError
 from .function import compile, value_and_grad
 
@@ -50,21 +50,10 @@ class TrainConfig:
     ffn: int = 172
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "length", "layers", "heads", "kv_heads", "ffn"):
+        for name in ("steps", "batch", "length"):
             if getattr(self, name) < 1:
                 raise ShaderError(f"{name} is {getattr(self, name)}; it must be ≥ 1")
-        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise ShaderError(
-                f"{self.hidden} features do not split into {self.heads} heads of an "
-                "even size",
-                cure="make hidden a multiple of twice the heads",
-            )
-        if self.heads % self.kv_heads:
-            raise ShaderError(
-                f"{self.heads} heads do not share {self.kv_heads} key/value heads "
-                "evenly",
-                cure="make heads a multiple of kv_heads",
-            )
+        _ = self.model  # which has sizes of its own to refuse
 
     @property
     def model(self) -> nn.TransformerConfig:
@@ -74,7 +63,6 @@ class TrainConfig:
             num_layers=self.layers,
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
-            head_dim=self.hidden // self.heads,
             ffn_size=self.ffn,
         )
 
@@ -107,7 +95,7 @@ class Trainer:
             max_grad_norm=config.max_grad_norm,
         )
         self.state = self.optimiser.init(self.model)
-        self._total = zeros(())
+        self._total = _zero()
         self._counted = 0
         self._advance = compile(self._step, donate=("model", "state", "total"))
         self._judge = compile(_judge, donate=("total",))
@@ -142,7 +130,7 @@ class Trainer:
         Waits for the device and reads one number.
         """
         mean = float(self._total) / max(1, self._counted)
-        self._total, self._counted = zeros(()), 0
+        self._total, self._counted = _zero(), 0
         return mean
 
     def held_out_loss(self, sample: int | None = None) -> float:
@@ -159,7 +147,7 @@ class Trainer:
         if short := -len(inputs) % _JUDGED:  # one shape only: one plan only
             inputs = np.pad(inputs, ((0, short), (0, 0)))
             labels = np.pad(labels, ((0, short), (0, 0)), constant_values=-100)
-        total = zeros(())
+        total = _zero()
         for at in range(0, len(inputs), _JUDGED):
             rows = slice(at, at + _JUDGED)
             total = self._judge(self.model, total, inputs[rows], labels[rows])
@@ -230,6 +218,10 @@ def saved_run(run: Path) -> tuple[TrainConfig, list[str]]:
     return _config(about, folder), about["text"]["files"]
 
 
+def _zero() -> Array:
+    return asarray(np.zeros((), np.float32))
+
+
 def _judge(model: Any, total: Array, inputs: Array, labels: Array) -> Array:
     return total + nn.cross_entropy(model(inputs), labels, reduction="sum")
 
@@ -281,10 +273,10 @@ def _load_state(folder: Path, state: Any) -> Any:
         stored = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
-    leaves = tree.leaves(state)
+    leaves, structure = tree.flatten(state)
     loaded = [stored.get(f"{i:05}") for i in range(len(leaves))]
     if len(stored) != len(leaves) or any(
         new is None or new.shape != tuple(old.shape) for new, old in zip(loaded, leaves)
     ):
         raise CheckpointError(f"{path} holds the state of another model or optimiser")
-    return tree.unflatten(state, [Array(new) for new in loaded])
+    return tree.unflatten(structure, [asarray(new) for new in loaded])

@@ -1,0 +1,7 @@
+"""``python -m shaderdsl.cli``."""
+
+import sys
+
+from . import main
+
+sys.exit(main())

