@@ -9,6 +9,7 @@ from ..array import Array, asarray
 from ..errors import ShapeError
 from ..function import op
 from ..ir.expr import user_location
+from .norm import shift
 
 
 @op("... v, ... -> ...")
@@ -27,8 +28,10 @@ def cross_entropy_rows(logits: Any, labels: Any, *, ignore_index: int = -100) ->
         IndexRangeError: labels known on the host that are neither.
     """
     counted = labels != ignore_index
-    chosen = sd.where(counted, logits.at(v=labels), 0.0)
-    return sd.where(counted, sd.logsumexp(logits, over="v") - chosen, 0.0)
+    shifted = logits - shift(logits, "v")
+    chosen = sd.where(counted, shifted.at(v=labels), 0.0)
+    total = sd.sum(sd.exp(shifted), over="v")
+    return sd.where(counted, sd.log(total) - chosen, 0.0)
 
 
 def cross_entropy(

@@ -78,4 +78,15 @@ def log_softmax(x: Any) -> Any:
     Raises:
         ReductionError: d is 0.
     """
-    return x - sd.logsumexp(x, over="d")
+    shifted = x - shift(x, "d")
+    return shifted - sd.log(sd.sum(sd.exp(shifted), over="d"))
+
+
+def shift(x: Any, over: str) -> Any:
+    """The row's maximum as a constant, 0 where it is infinite.
+
+    Subtracting it first keeps the digits that a difference of two large numbers would
+    lose; it carries no derivative, because the result does not depend on it.
+    """
+    m = sd.max(x, over=over)
+    return sd.stop_gradient(sd.where(sd.isinf(m), 0.0, m))
