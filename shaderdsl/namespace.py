@@ -118,13 +118,13 @@ def bitcast(x: Any, dtype: Any) -> Any:
 # ------------------------------------------------------------------ named axes
 
 
-def index(axis: str) -> T.Value:
+def index(axis: str) -> Any:
     """The position along a named axis, i32; inside an op."""
     trace = T.current()
     return T.Value(E.index(trace.axis(axis)), trace)
 
 
-def extent(axis: str) -> T.Value:
+def extent(axis: str) -> Any:
     """The size of a named axis, i32; inside an op. A new size compiles nothing."""
     trace = T.current()
     return T.Value(E.size(trace.extents[trace.axis(axis)]), trace)

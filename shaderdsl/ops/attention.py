@@ -1,11 +1,12 @@
-"""Scaled dot-product attention as the plain expression; what runs is the compiler's choice.
+"""Scaled dot-product attention as the plain expression; the compiler chooses what runs.
 
 Query head ``h·group + g`` reads key and value head ``h``. Query i stands at position
 ``start + i``; without ``start`` the last query stands at the last key, so that a causal
 mask is aligned at the bottom right. A row whose every key is masked gives zeros, and
 zero gradients.
 
-Source: Vaswani et al., "Attention is all you need" (2017); Ainslie et al., "GQA" (2023).
+Source: Vaswani et al., "Attention is all you need" (2017); Ainslie et al., "GQA"
+(2023).
 """
 
 from __future__ import annotations

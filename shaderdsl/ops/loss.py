@@ -55,7 +55,7 @@ def cross_entropy(
             f"cross_entropy: reduction is 'mean', 'sum' or 'none', not {reduction!r}",
             where=user_location(),
         )
-    y = asarray(labels)
+    y: Any = asarray(labels)
     rows: Array = cross_entropy_rows(logits, y, ignore_index=ignore_index)
     if reduction == "none":
         return rows

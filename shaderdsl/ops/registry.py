@@ -11,15 +11,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..function import Op
-from . import attention as A
-from . import contract as C
-from . import elementwise as E
-from . import embedding as T
-from . import loss as L
-from . import norm as N
+from . import (
+    adamw_update,
+    attention,
+    attention_alibi,
+    attention_gated,
+    attention_lse,
+    attention_masked,
+    cross_entropy_rows,
+    embedding,
+    geglu,
+    gelu,
+    layer_norm,
+    linear,
+    linear_bias,
+    log_softmax,
+    rms_norm,
+    rms_norm_shifted,
+    rope_halved,
+    rope_interleaved,
+    sgd_update,
+    silu,
+    softmax,
+    softplus,
+    swiglu,
+)
 from . import references as R
-from . import rope as P
-from . import update as U
 
 #: Kinds of values (see ``shaderdsl.testing``) that an op takes without overflow.
 SMOOTH = ("ordinary", "tiny", "huge", "zeros")
@@ -73,47 +90,47 @@ _ATTENTION: dict[str, Any] = {
 }
 
 _ENTRIES = (
-    Entry(E.silu, R.silu, {"...": 64}, kinds=(*SMOOTH, "infinite")),
-    Entry(E.gelu, R.gelu, {"...": 64}, {"approximate": ("none", "tanh")}),
-    Entry(E.softplus, R.softplus, {"...": 64}, kinds=(*SMOOTH, "infinite")),
-    Entry(E.swiglu, R.swiglu, {"...": 64}),
-    Entry(E.geglu, R.geglu, {"...": 64}, {"approximate": ("none", "tanh")}),
+    Entry(silu, R.silu, {"...": 64}, kinds=(*SMOOTH, "infinite")),
+    Entry(gelu, R.gelu, {"...": 64}, {"approximate": ("none", "tanh")}),
+    Entry(softplus, R.softplus, {"...": 64}, kinds=(*SMOOTH, "infinite")),
+    Entry(swiglu, R.swiglu, {"...": 64}),
+    Entry(geglu, R.geglu, {"...": 64}, {"approximate": ("none", "tanh")}),
     Entry(
-        N.rms_norm,
+        rms_norm,
         R.rms_norm,
         {"...": 4, "d": 16},
         {"eps": (1e-6, 1e-3)},
         nonempty=("d",),
     ),
     Entry(
-        N.rms_norm_shifted,
+        rms_norm_shifted,
         R.rms_norm_shifted,
         {"...": 4, "d": 16},
         {"eps": (1e-6, 1e-3)},
         nonempty=("d",),
     ),
     Entry(
-        N.layer_norm,
+        layer_norm,
         R.layer_norm,
         {"...": 4, "d": 16},
         {"eps": (1e-5, 1e-3)},
         nonempty=("d",),
     ),
-    Entry(N.softmax, R.softmax, {"...": 4, "d": 16}, nonempty=("d",)),
-    Entry(N.log_softmax, R.log_softmax, {"...": 4, "d": 16}, nonempty=("d",)),
-    Entry(C.linear, R.linear, {"...": 4, "k": 8, "n": 16}),
-    Entry(C.linear_bias, R.linear, {"...": 4, "k": 8, "n": 16}),
-    Entry(P.rope_halved, R.rope_halved, {"...": 2, "t": 5, "h": 2, "p": 4}),
-    Entry(P.rope_interleaved, R.rope_interleaved, {"...": 2, "t": 5, "h": 2, "p": 4}),
+    Entry(softmax, R.softmax, {"...": 4, "d": 16}, nonempty=("d",)),
+    Entry(log_softmax, R.log_softmax, {"...": 4, "d": 16}, nonempty=("d",)),
+    Entry(linear, R.linear, {"...": 4, "k": 8, "n": 16}),
+    Entry(linear_bias, R.linear, {"...": 4, "k": 8, "n": 16}),
+    Entry(rope_halved, R.rope_halved, {"...": 2, "t": 5, "h": 2, "p": 4}),
+    Entry(rope_interleaved, R.rope_interleaved, {"...": 2, "t": 5, "h": 2, "p": 4}),
     Entry(
-        T.embedding,
+        embedding,
         R.embedding,
         {"v": 11, "d": 8, "...": 6},
         ids={"ids": ("v", None)},
         nonempty=("v",),
     ),
     Entry(
-        L.cross_entropy_rows,
+        cross_entropy_rows,
         R.cross_entropy_rows,
         {"...": 6, "v": 11},
         {"ignore_index": (-100,)},
@@ -121,29 +138,29 @@ _ENTRIES = (
         nonempty=("v",),
     ),
     Entry(
-        A.attention,
+        attention,
         R.attention,
         options={**_SEEN, "softcap": (None, 2.0)},
         **_ATTENTION,
     ),
     Entry(
-        A.attention_lse,
+        attention_lse,
         R.attention_lse,
         options={"causal": (True, False)},
         smooth=False,
         **_ATTENTION,
     ),
-    Entry(A.attention_alibi, R.attention_alibi, options=_SEEN, **_ATTENTION),
-    Entry(A.attention_gated, R.attention_gated, options=_SEEN, **_ATTENTION),
+    Entry(attention_alibi, R.attention_alibi, options=_SEEN, **_ATTENTION),
+    Entry(attention_gated, R.attention_gated, options=_SEEN, **_ATTENTION),
     Entry(
-        A.attention_masked,
+        attention_masked,
         R.attention_masked,
         options=_SEEN,
         bools=("mask",),
         **_ATTENTION,
     ),
     Entry(
-        U.adamw_update,
+        adamw_update,
         R.adamw_update,
         {"...": 64},
         {"weight_decay": (0.0, 0.1), "beta1": (0.9,)},
@@ -151,7 +168,7 @@ _ENTRIES = (
         kinds=("ordinary",),
     ),
     Entry(
-        U.sgd_update,
+        sgd_update,
         R.sgd_update,
         {"...": 64},
         {"momentum": (0.0, 0.9), "weight_decay": (0.0, 0.1)},
