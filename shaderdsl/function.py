@@ -154,7 +154,7 @@ class Op:
         with lock:
             sig = S.expand(self.signature, shapes, where)
             known = S.solve(sig, shapes, sizes, self._operands, where)
-            return T.run(self.function, self.name, sig, known, stages, options)
+            return T.run(self.function, self.name, sig, known, stages, options, self._operands)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         values, sizes, options = self._bind(args, keywords)

@@ -24,16 +24,17 @@ class Expr:
     """One node. ``kind`` is const, index, size, scalar, load or apply (see ``docs/design.md``).
 
     ``free`` is the bit mask of axes that the value depends on; ``loc`` is the user's ``file:line`` where the node was
-    first made, never part of its identity.
+    first made and ``label`` what the op calls a loaded operand; neither is part of its identity.
     """
 
-    __slots__ = ("kind", "args", "data", "dtype", "free", "loc", "__weakref__")
+    __slots__ = ("kind", "args", "data", "dtype", "free", "loc", "label", "__weakref__")
     kind: str
     args: tuple[Expr, ...]
     data: Any
     dtype: str
     free: int
     loc: str | None
+    label: str | None
 
     def __add__(self, other: Expr | float) -> Expr:
         return apply("add", self, other)
@@ -77,7 +78,7 @@ def _make(kind: str, args: tuple[Expr, ...], data: Any, dtype: str, free: int, k
     if node is None:
         node = object.__new__(Expr)
         node.kind, node.args, node.data, node.dtype, node.free = kind, args, data, dtype, free
-        node.loc = None
+        node.loc = node.label = None
         _table[full] = node
     return node
 
@@ -292,6 +293,8 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
         new = apply(node.data, *args)
     if new.loc is None:
         new.loc = node.loc
+    if new.label is None:
+        new.label = node.label
     return new
 
 

@@ -130,6 +130,7 @@ def map_stage(
 ) -> Stage:
     """An elementwise stage. A body that loads a whole stage unchanged is that stage."""
     dtype = dtype or body.dtype
+    body = _drop_ones(body, ext)
     if groups is not None and all(g == (i,) for i, g in enumerate(groups)) and len(groups) == len(ext):
         groups = None
     if body.kind == "load" and body.data.dtype == dtype:
@@ -140,6 +141,12 @@ def map_stage(
         ):
             return source
     return _intern("map", ext, (), None, body, groups, dtype, name, loc)
+
+
+def _drop_ones(body: Expr, extents: Any) -> Expr:
+    """An axis of size 1 has the one position 0; bodies never mention it."""
+    ones = {a: E.const(0) for a in E.bits(body.free) if extents[a] == 1}
+    return E.substitute(body, ones) if ones else body
 
 
 def whole(stage: Stage) -> Expr:
@@ -225,7 +232,10 @@ def make_reduce(
     Sums come out in normal form: what lacks the reduced axes is hoisted out, an axis that nothing depends on becomes a
     factor of its extent. A reduction of a reduction of the same kind is one reduction.
     """
-    red = list(red_axes)
+    if any(extents[a] == 0 for a in red_axes):
+        return E.const(MONOIDS[monoid].identity[body.dtype], body.dtype)
+    body = _drop_ones(body, extents)
+    red = [a for a in red_axes if extents[a] != 1]
     outer: list[Expr] = []
     outer_guards: list[Expr] = []
     sign = 1.0
@@ -347,6 +357,12 @@ def inline_load(node: Expr, args: Sequence[Expr], extents: Any) -> Expr:
     return E.substitute(stage.body, axes)
 
 
+def _reload(n: Expr, stage: Stage, args: Sequence[Expr]) -> Expr:
+    node = E.load(stage, args)
+    node.loc, node.label = node.loc or n.loc, node.label or n.label
+    return node
+
+
 def rebind(outs: Sequence[Stage], given: dict[Stage, Stage]) -> list[Stage]:
     """The same graph with some stages (placeholders) replaced by others of equal shape."""
     new: dict[Stage, Stage] = dict(given)
@@ -358,7 +374,7 @@ def rebind(outs: Sequence[Stage], given: dict[Stage, Stage]) -> list[Stage]:
             continue
         body = E.rewrite(
             s.body,
-            lambda n, args: E.load(new[n.data], args)
+            lambda n, args: _reload(n, new[n.data], args)
             if n.kind == "load"
             else (E.rebuild(n, args) if args else n),
         )

@@ -244,14 +244,16 @@ def reduce(monoid: str, x: Any, over: str, where: Any = None, name: str | None =
 
 
 def operands(
-    sig: S.Signature, trace: Trace, arrays: Sequence[Stage]
+    sig: S.Signature, trace: Trace, arrays: Sequence[Stage], names: Sequence[str]
 ) -> list[Value | tuple[Value, ...]]:
     """The arrays as values over the axes that the signature gives them."""
     out: list[Value | tuple[Value, ...]] = []
-    for dims, stage in zip(sig.inputs, arrays, strict=True):
+    for dims, stage, name in zip(sig.inputs, arrays, names, strict=True):
         joined = [d for d in dims if d.kind == "joined"]
         if not joined:
-            out.append(Value(E.load(stage, [_position(d, trace) for d in dims]), trace))
+            node = E.load(stage, [_position(d, trace) for d in dims])
+            node.label = node.label or name
+            out.append(Value(node, trace))
             continue
         if len(joined) > 1:
             raise AxisError("an operand can have one joined axis", where=trace.name)
@@ -280,12 +282,13 @@ def run(
     sizes: dict[str, int],
     arrays: Sequence[Stage],
     keywords: dict[str, Any],
+    names: Sequence[str],
 ) -> tuple[list[Stage], list[HostCheck], bool]:
     """Call an op's function once; give its results as stages, checks for ids, and whether it gave a tuple."""
     trace = Trace(name, {a: sizes[a] for a in sig.axes()} | sizes)
     token = _current.set(trace)
     try:
-        args = operands(sig, trace, arrays)
+        args = operands(sig, trace, arrays, names)
         kw = {k: Value(v, trace) if isinstance(v, Expr) else v for k, v in keywords.items()}
         results = function(*args, **kw)
         many = len(sig.outputs) > 1
