@@ -1,14 +1,17 @@
-"""Sample text from a trained byte-level model.
+"""Sample text from a trained model.
 
-DIR is a folder that `shaderdsl train` wrote to, or one of its checkpoints.
+DIR is a folder that `shaderdsl train` wrote to, one of its checkpoints, or a Hugging
+Face folder with a tokenizer.json.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "load_model", "run", "sample"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,10 +45,12 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--max-new-tokens must not be negative")
     if args.temperature < 0:
         raise UsageError("--temperature must not be negative")
-    model = load_model(args.folder)
+    folder = model_folder(args.folder)
+    model = load_model(folder)
     text = sample(
         model,
         args.prompt,
+        codec=codec(folder, model.config.vocab_size),
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
@@ -54,3 +59,60 @@ def run(args: argparse.Namespace) -> int:
     )
     print(text)
     return 0
+
+
+def model_folder(folder: Path) -> Path:
+    """The checkpoint that a run's folder or a model's folder means."""
+    from .. import checkpoint
+
+    return folder if (folder / "config.json").is_file() else checkpoint.latest(folder)
+
+
+def load_model(folder: Path) -> Any:
+    from .. import nn
+
+    return nn.load(folder)
+
+
+#: text → tokens, tokens → text
+Codec = tuple[Callable[[str], Sequence[int]], Callable[[Sequence[int]], str]]
+
+
+def _bytes_to_text(ids: Sequence[int]) -> str:
+    return bytes(ids).decode(errors="replace")
+
+
+BYTES: Codec = (lambda text: list(text.encode()), _bytes_to_text)
+
+
+def codec(folder: Path, vocab_size: int) -> Codec:
+    """Bytes for a byte-level model, otherwise what ``tokenizer.json`` says."""
+    from ..errors import CheckpointError, ShaderError
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        if vocab_size == 256:
+            return BYTES
+        raise CheckpointError(
+            f"{folder} has {vocab_size} tokens and no tokenizer.json",
+            cure="put the model's tokenizer.json beside its config.json",
+        )
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ShaderError(
+            f"{path} needs the package tokenizers, which is not installed",
+            cure="pip install 'shaderdsl[nn]'",
+        ) from error
+    tokenizer = Tokenizer.from_file(str(path))
+    return (lambda text: tokenizer.encode(text).ids), tokenizer.decode
+
+
+def sample(model: Any, prompt: str, *, codec: Codec = BYTES, **options: Any) -> str:
+    """The prompt and what the model makes of it; options as of ``model.generate``."""
+    import numpy as np
+
+    encode, decode = codec
+    ids = np.asarray(encode(prompt), np.int32)
+    made = np.asarray(model.generate(ids, **options)).reshape(-1)
+    return decode([int(token) for token in made])
