@@ -323,8 +323,10 @@ class _Traced:
         return tree.unflatten(self.result, leaves)
 
     def symbolic(self) -> bool:
-        """Whether an argument is a symbol of an outer trace."""
-        return any(a.symbolic and not a._donated for a in self.arrays)
+        """Whether an argument, or what the function closes over, is a symbol of an outer trace."""
+        return any(a.symbolic and not a._donated for a in self.arrays) or any(
+            s.source is None for s in captured_inputs(self.outs, self.inputs)
+        )
 
 
 def _as_leaf(leaf: Any) -> Array | None:
@@ -496,7 +498,8 @@ def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., An
         for k, c in zip(floats, cots, strict=True):
             seeds[k] = c
         grads = differentiate.vjp(traced.outs, seeds, wrt)
-        if traced.symbolic():
+        outer = traced.symbolic()
+        if outer:
             outs = _substituted(traced.outs, traced.inputs, traced.arrays)
             residuals: list[Stage] = []
             kept: list[Array] = []
@@ -514,7 +517,7 @@ def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., An
         stages = [s for _, s in real]
         inputs = [*traced.inputs, *cots]
         arrays = [*traced.arrays, *leaves]
-        if any(a.symbolic for a in arrays):
+        if outer or any(a.symbolic for a in arrays):
             if residuals:
                 inputs, arrays = [*inputs, *placeholders], [*arrays, *kept]
             results = _substituted(stages, inputs, arrays)
@@ -615,7 +618,7 @@ def jvp(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence
         real = [s for s in pushed if s is not None]
         stages = [*traced.outs, *real]
         inputs, arrays = [*traced.inputs, *places], [*traced.arrays, *directions]
-        if any(a.symbolic for a in arrays):
+        if traced.symbolic() or any(a.symbolic for a in arrays):
             got = _substituted(stages, inputs, arrays)
         else:
             run_checks(traced.checks, _host_copies(traced.inputs, traced.arrays))

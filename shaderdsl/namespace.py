@@ -181,10 +181,10 @@ def _count(x: Any, over: str | None, axis: Any, condition: Any, keepdims: bool, 
             n = T.Value(E.cast(E.size(trace.extents[a]), "f32"), trace)
             value = n if value is None else value * n
         return value
-    n = A.count(asarray(x).shape, axis)
-    if n == 0:
+    count = A.count(asarray(x).shape, axis)
+    if count == 0:
         raise ReductionError(f"{name} over an axis of size 0", where=E.user_location())
-    return float(n)
+    return float(count)
 
 
 def mean(x: Any, over: str | None = None, *, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
