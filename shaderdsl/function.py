@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import threading
@@ -61,16 +62,36 @@ def run_checks(
         IndexRangeError: naming the array, the axis' size and the offending id.
     """
     for c in checks:
-        loads = E.loads(c.index, *c.guards)
-        if any(n.data not in host for n in loads):
+        stages = {n.data for n in E.loads(c.index, *c.guards)}
+        known = {s: host[s] if s in host else getattr(s.source, "_host", None) for s in stages}
+        if any(v is None for v in known.values()):
             continue
-        low, high = interpret.index_range(c.index, c.guards, c.space, host, scalars)
+        low, high = interpret.index_range(c.index, c.guards, c.space, known, scalars)
         if low < 0 or high >= c.extent:
             raise IndexRangeError(
                 f"ids run from {low} to {high}, but the indexed axis of {c.array!r} has size {c.extent}",
                 where=c.where,
                 cure="keep ids in range, or guard the read with sd.where",
             )
+
+
+def _rebound(
+    checks: Iterable[HostCheck], inputs: Sequence[Stage], arrays: Sequence[Array]
+) -> list[HostCheck]:
+    """Checks of an inner trace in terms of the outer one's arrays."""
+    given = {s: a.stage() for s, a in zip(inputs, arrays, strict=True)}
+
+    def moved(e: E.Expr) -> E.Expr:
+        return E.rewrite(
+            e,
+            lambda n, args: E.load(rebind([n.data], given)[0], args)
+            if n.kind == "load"
+            else (E.rebuild(n, args) if args else n),
+        )
+
+    return [
+        dataclasses.replace(c, index=moved(c.index), guards=tuple(moved(g) for g in c.guards)) for c in checks
+    ]
 
 
 # ------------------------------------------------------------------ ops
@@ -500,6 +521,7 @@ def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., An
         grads = differentiate.vjp(traced.outs, seeds, wrt)
         outer = traced.symbolic()
         if outer:
+            _note_checks(_rebound(traced.checks, traced.inputs, traced.arrays))
             outs = _substituted(traced.outs, traced.inputs, traced.arrays)
             residuals: list[Stage] = []
             kept: list[Array] = []
@@ -619,6 +641,7 @@ def jvp(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence
         stages = [*traced.outs, *real]
         inputs, arrays = [*traced.inputs, *places], [*traced.arrays, *directions]
         if traced.symbolic() or any(a.symbolic for a in arrays):
+            _note_checks(_rebound(traced.checks, traced.inputs, traced.arrays))
             got = _substituted(stages, inputs, arrays)
         else:
             run_checks(traced.checks, _host_copies(traced.inputs, traced.arrays))
@@ -681,7 +704,7 @@ def value_and_grad(
             real = [g for g in grads if g is not None]
             stages = [*traced.outs, *real]
             if traced.symbolic():
-                _note_checks(traced.checks)
+                _note_checks(_rebound(traced.checks, traced.inputs, traced.arrays))
                 got = _substituted(stages, traced.inputs, traced.arrays)
             else:
                 run_checks(traced.checks, _host_copies(traced.inputs, traced.arrays))

@@ -341,7 +341,7 @@ def guard(conditions: Iterable[Expr], value: Expr) -> Expr:
 # ------------------------------------------------------------------ where the user wrote it
 
 _HERE = __file__.rsplit("/ir/", 1)[0] + "/"
-_OWN = tuple(_HERE + d for d in ("ir/", "codegen/", "runtime/", "function.py", "array.py", "namespace.py", "random.py"))
+_OWN = tuple(_HERE + d for d in ("ir/", "codegen/", "runtime/", "ops/", "nn/", "function.py", "array.py", "namespace.py", "random.py"))
 
 
 def user_location(skip: int = 1) -> str | None:
