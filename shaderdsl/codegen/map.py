@@ -1,0 +1,38 @@
+"""Map: an elementwise kernel of any number of outputs. A thread computes one vec4 (or one element) of each."""
+
+from __future__ import annotations
+
+import math
+
+from .partition import Group
+from .program import Kernel
+from .schedule import decode, finish, fold, kernel_bodies, kernel_name, lay_out, make_writer, vector_axis, visible
+from .target import Target
+from .writer import WIDTH, contiguous
+
+
+def map_kernels(g: Group, target: Target) -> list[Kernel]:
+    """Print a group of maps."""
+    bodies = {m: b for m, b in kernel_bodies(g).items() if m in g.stored}
+    layout = lay_out(g, bodies, [range(len(g.space))])
+    loop = layout.loops[0]
+    vector = vector_axis(layout, loop)
+    threads = math.prod(g.space) // (WIDTH if vector is not None else 1)
+    size = 64 if target.family == "software" else 256
+    w = make_writer(g, layout, target, vector)
+    for m in g.stored:
+        if vector is not None and not contiguous(visible(layout, layout.stores[m]), vector):
+            w.plain.add(m.stage)
+    w.line(f"let at = (group.y * groups.x + group.x) * {size}u + lane;")
+    w.open()
+    w.base = 1
+    decode(w, "at", loop, 1, vector)
+    for m in g.stored:
+        body = bodies[m]
+        value = w.splat(body) if vector is not None else w.value(body)
+        w.store(m.stage, visible(layout, layout.stores[m]), value, body.dtype, vector is not None)
+    inner = w.close()
+    count = w.param(("threads",), threads, stem="threads")
+    lines = [*w.blocks[0], f"if (at >= {count}) {{ return; }}", *inner]
+    return [finish(g, w, layout, lines, kernel_name(g), "map", size, fold(-(-threads // size), target))]
+

@@ -1,0 +1,430 @@
+"""Where a kernel ends: by structure and cost, never by a list of op names.
+
+Anchors (outputs, reductions, stored maps) are placed in topological order into groups. A group has row axes R and lane axes L:
+a reduction L → R is a phase of a row, R → L is a column partial that a second stage finishes, everything else is a map. A
+consumer joins the kernel of its producer when it reads the producer's result where that kernel has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..ir import expr as E
+from ..ir.expr import Expr
+from ..ir.indexmap import Affine
+from ..ir.stage import Stage, map_stage, topo_stages
+from .member import Inliner, Member, anchor_axes, contract_parts, digit_axes, make_member
+from .target import Target
+
+# Nodes in one inlined body; beyond, a map in the middle is stored, so that drivers compile in reasonable time.
+_MAX_NODES = 600
+
+
+@dataclass(eq=False)
+class Group:
+    """A kernel under construction.
+
+    ``axes[m]`` gives the kernel axis for each of m's own axes (in the order of ``m.axes``); kernel axes are numbered rows
+    first, then lanes.
+    """
+
+    kind: str
+    rows: tuple[int, ...]
+    lanes: tuple[int, ...]
+    members: list[Member] = field(default_factory=list)
+    axes: dict[Member, list[int]] = field(default_factory=dict)
+    stored: list[Member] = field(default_factory=list)
+    why: list[str] = field(default_factory=list)
+    bit: int = 0
+    before: int = 0  # bits of the groups that must run earlier
+
+    @property
+    def space(self) -> tuple[int, ...]:
+        """Extents of the kernel's axes."""
+        return self.rows + self.lanes
+
+    def renaming(self, m: Member) -> dict[int, Expr]:
+        """A member's own axes as kernel axes."""
+        return {a: E.index(q) for a, q in zip(m.axes, self.axes[m], strict=True)}
+
+    def own_load(self, m: Member) -> Expr:
+        """The load of a member at the kernel's axes: what readers inside the kernel say."""
+        where = dict(zip(m.axes, self.axes[m], strict=True))
+        idx = []
+        for g in m.stage.groups:
+            form: dict[int, int] = {}
+            stride = 1
+            for a in reversed(g):
+                if m.stage.ext[a] != 1:
+                    form[where[a]] = stride
+                stride *= m.stage.ext[a]
+            idx.append(Affine(form, 0, ()).expr())
+        return E.load(m.stage, idx)
+
+    def __repr__(self) -> str:
+        return f"{self.kind}[{','.join(map(str, self.rows))}|{','.join(map(str, self.lanes))}]{self.members}"
+
+
+class Partition:
+    """Groups of a graph, in an order of execution."""
+
+    def __init__(self, outs: Sequence[Stage], target: Target):
+        self.target = target
+        self.limit = target.limits.max_storage_buffers
+        self.outs = {o for o in outs if o.kind != "input" and o.size > 0}
+        self.log: list[str] = []
+        order = [s for s in topo_stages(self.outs) if s.kind != "input" and s.size > 0]
+        self.anchors = self._choose_anchors(order)
+        self.members = self._make_members(order)
+        self.by_stage = {m.stage: m for m in self.members}
+        self.group: dict[Stage, Group] = {}
+        self.groups: list[Group] = []
+        self.position = {m: i for i, m in enumerate(self.members)}
+        self.readers: dict[Stage, list[Member]] = {}
+        for m in self.members:
+            for s in {n.data for n in m.loads}:
+                self.readers.setdefault(s, []).append(m)
+        for m in self.members:
+            self._place(m)
+        self.groups = self._ordered()
+        for g in self.groups:
+            g.members.sort(key=lambda m: self.position[m])
+            inside = set(g.members)
+            g.stored = [
+                m
+                for m in g.members
+                if m.stage in self.outs or any(r not in inside for r in self.readers.get(m.stage, ()))
+            ]
+
+    # -------------------------------------------------------------- anchors
+
+    def _choose_anchors(self, order: Sequence[Stage]) -> set[Stage]:
+        """Outputs, reductions, and maps that are cheaper to store than to compute again."""
+        anchors = self.outs | {s for s in order if s.kind == "reduce"}
+        users: dict[Stage, set[Stage]] = {}
+        for s in order:
+            for t in {n.data for n in s.loads}:
+                users.setdefault(t, set()).add(s)
+        real_users: dict[Stage, frozenset[Stage]] = {}
+        for s in reversed(order):
+            found: set[Stage] = set()
+            for u in users.get(s, ()):
+                found |= real_users[u] if _is_view(u) and u not in anchors else {u}
+            real_users[s] = frozenset(found)
+        sources: dict[Stage, frozenset[Stage]] = {}  # what an inlined map would load
+        nodes: dict[Stage, int] = {}
+        for s in order:
+            loaded: set[Stage] = set()
+            count = sum(1 for n in E.values(s.body) if n.kind == "apply") if s.body is not None else 0
+            for t in {n.data for n in s.loads}:
+                inline = t.kind == "map" and t not in anchors
+                loaded |= sources[t] if inline else {t}
+                count += nodes[t] if inline else 0
+            if s.kind == "map" and s not in anchors and not _is_view(s):
+                n = sum(1 for t in loaded if t.size >= s.size)
+                k = len(real_users[s])
+                if n >= 2 and k >= 2 and 1 + k < k * n:
+                    self._store(anchors, s, f"{k} readers would each load {n} arrays again")
+                elif len(loaded) > self.limit - 2:
+                    self._store(anchors, s, f"inlined it would bind {len(loaded)} arrays")
+                elif count > _MAX_NODES:
+                    self._store(anchors, s, f"inlined it would take {count} operations")
+            if s in anchors:
+                loaded, count = {s}, 0
+            sources[s], nodes[s] = frozenset(loaded), count
+        self._store_prologues(order, anchors, sources)
+        return anchors
+
+    def _store(self, anchors: set[Stage], s: Stage, why: str) -> None:
+        anchors.add(s)
+        self.log.append(f"{s.name} {list(s.shape)} is stored: {why}")
+
+    def _store_prologues(
+        self, order: Sequence[Stage], anchors: set[Stage], sources: dict[Stage, frozenset[Stage]]
+    ) -> None:
+        """What a contraction reads many times over is stored, if computing it takes more than one array."""
+        for s in order:
+            if s.kind != "reduce" or s.body is None or contract_parts(s, s.body) is None:
+                continue
+            for n in s.loads:
+                v: Stage = n.data
+                while v.kind == "map" and v not in anchors and _is_view(v):
+                    assert v.body is not None
+                    v = v.body.data
+                if v.kind != "map" or v in anchors:
+                    continue
+                large = {t for t in sources[v] if t.size * 4 >= v.size}
+                hosted = any(
+                    t.kind == "reduce" and (t.size >= v.size or sorted(t.space) == sorted(v.ext)) for t in sources[v]
+                )
+                if len(large) > 1 or hosted:
+                    self._store(anchors, v, f"the contraction {s.name} reads it many times")
+
+    def _make_members(self, order: Sequence[Stage]) -> list[Member]:
+        inliner = Inliner(self.anchors)
+        members: list[Member] = []
+        for s in order:
+            if s not in self.anchors:
+                continue
+            assert s.body is not None
+            body = inliner.body(s.body, s.space)
+            if len({n.data for n in E.loads(body)}) > self.limit - 1:
+                body = self._shorten(s, body, members)
+            members.append(make_member(s, body))
+        return members
+
+    def _shorten(self, s: Stage, body: Expr, members: list[Member]) -> Expr:
+        """A body that loads more arrays than a kernel can bind: parts of it become stages of their own."""
+        live = [a for a in range(len(s.space)) if s.space[a] != 1]
+        while True:
+            count: dict[Expr, frozenset[Stage]] = {}
+            best: Expr | None = None
+            for n in E.topo(body):
+                found: set[Stage] = {n.data} if n.kind == "load" else set()
+                for x in n.args:
+                    found |= count[x]
+                count[n] = frozenset(found)
+                small = 2 <= len(found) < self.limit - 1
+                if n.kind == "apply" and small and (best is None or len(found) > len(count[best])):
+                    best = n
+            if len(count[body]) <= self.limit - 1 or best is None:
+                return body
+            axes = [a for a in live if best.free >> a & 1]
+            part = map_stage(
+                [s.space[a] for a in axes],
+                E.substitute(best, {a: E.index(i) for i, a in enumerate(axes)}),
+                f"{s.name}_part",
+                loc=s.loc,
+            )
+            self.log.append(f"part of {s.name} is stored: the whole binds {len(count[body])} arrays")
+            self.anchors.add(part)
+            if not any(m.stage is part for m in members):
+                assert part.body is not None
+                members.append(make_member(part, part.body))
+            replacement = E.load(part, [E.index(a) for a in axes])
+            target = best
+            body = E.rewrite(
+                body, lambda n, args: replacement if n is target else (E.rebuild(n, args) if n.args else n)
+            )
+
+    # -------------------------------------------------------------- placing
+
+    def _place(self, m: Member) -> None:
+        producers = list(dict.fromkeys(self.group[n.data] for n in m.loads if n.data in self.group))
+        for g in reversed(producers):
+            axes = self._joins(m, g, producers)
+            if axes is None:
+                continue
+            self._add(g, m, axes)
+            g.why.append(f"{m.stage.name} reads what this kernel has in registers")
+            if g.kind == "row":
+                for h in producers:
+                    if h is not g and h.kind == "row" and h in self.groups:
+                        self._unite(g, h, m)
+            return
+        if self._sideways(m, producers):
+            return
+        self._open(m)
+
+    def _open(self, m: Member) -> None:
+        """A group of its own."""
+        n_out = len(m.out)
+        ext = [m.space[a] for a in m.axes]
+        if m.role == "map":
+            g = Group("map", (), tuple(ext))
+            axes = list(range(len(ext)))
+        elif m.role == "column":
+            g = Group("row", tuple(ext[n_out:]), tuple(ext[:n_out]))
+            axes = [len(ext) - n_out + i for i in range(n_out)] + list(range(len(ext) - n_out))
+        else:
+            g = Group(m.role, tuple(ext[:n_out]), tuple(ext[n_out:]))
+            axes = list(range(len(ext)))
+        g.bit = 1 << self.position[m]
+        self.groups.append(g)
+        self._add(g, m, axes)
+
+    def _reaches(self, a: Group, b: Group) -> bool:
+        """Whether b needs a."""
+        return bool(b.before & a.bit)
+
+    def _joins(self, m: Member, g: Group, producers: Sequence[Group]) -> list[int] | None:
+        """The kernel axes that m would have in its producer's group, or None."""
+        if g.kind not in ("row", "contract", "map"):
+            return None
+        where: dict[int, int] = {}
+        for n in m.loads:
+            if self.group.get(n.data) is not g:
+                continue
+            producer = self.by_stage[n.data]
+            if producer.role == "column":
+                return None
+            axes = anchor_axes(n, m.space)
+            if axes is None:
+                return None
+            for a, own in zip(axes, g.axes[producer], strict=False):
+                if where.setdefault(a, own) != own:
+                    return None
+        if len(set(where.values())) != len(where):
+            return None
+        if any(p is not g and self._reaches(g, p) for p in producers):
+            return None
+        rows = len(g.rows)
+        if g.kind == "contract":
+            if m.role != "map" or set(m.axes) != set(where) or set(where.values()) != set(range(rows)):
+                return None
+        elif g.kind == "map":
+            if m.role != "map" or set(m.axes) != set(where) or len(where) != len(g.space):
+                return None
+        else:
+            if not set(range(rows)) <= set(where.values()):
+                return None
+            left = [a for a in m.axes if a not in where]
+            free = [q for q in range(rows, len(g.space)) if q not in where.values()]
+            if left and [m.space[a] for a in left] != [g.space[q] for q in free]:
+                return None
+            if left:
+                where.update(zip(left, free, strict=True))
+            if not self._role_fits(m, where, g):
+                return None
+        if not self._fits([*g.members, m]):
+            self.log.append(f"{m.stage.name} stays apart from its producer: more than {self.limit} bindings")
+            return None
+        return [where[a] for a in m.axes]
+
+    def _role_fits(self, m: Member, where: dict[int, int], g: Group) -> bool:
+        rows = len(g.rows)
+        if m.role == "map":
+            return True
+        lanes = {q for q in range(rows, len(g.space))}
+        out, red = {where[a] for a in m.out}, {where[a] for a in m.red}
+        if red == lanes and out == set(range(rows)) and m.role in ("row", "column"):
+            m.role = "row"
+            return True
+        return m.role == "column" and m.stage.monoid == "sum" and red == set(range(rows)) and out == lanes
+
+    def _fits(self, members: Iterable[Member]) -> bool:
+        inside = list(members)
+        stages = {m.stage for m in inside}
+        loaded = {n.data for m in inside for n in m.loads if n.data not in stages}
+        written = sum(
+            1
+            for m in inside
+            if m.stage in self.outs or any(r not in inside for r in self.readers.get(m.stage, ()))
+        )
+        return len(loaded) + written <= self.limit
+
+    def _sideways(self, m: Member, producers: Sequence[Group]) -> bool:
+        """Join a kernel that reads the same arrays over the same axes."""
+        if m.role not in ("row", "column", "map"):
+            return False
+        for g in self.groups:
+            if g.kind != ("map" if m.role == "map" else "row") or len(g.space) != len(m.axes):
+                continue
+            if any(p is g or self._reaches(g, p) for p in producers):
+                continue
+            axes = self._shared_axes(m, g)
+            if axes is None or not self._role_fits(m, axes, g) or not self._fits([*g.members, m]):
+                continue
+            self._add(g, m, [axes[a] for a in m.axes])
+            g.why.append(f"{m.stage.name} reads the same arrays")
+            return True
+        return False
+
+    def _shared_axes(self, m: Member, g: Group) -> dict[int, int] | None:
+        for n in m.loads:
+            own = digit_axes(n, m.space)
+            if own is None or len(own) != len(g.space):
+                continue
+            for other in g.members:
+                for n2 in other.loads:
+                    if n2.data is not n.data:
+                        continue
+                    theirs = digit_axes(n2, other.space)
+                    if theirs is None or len(theirs) != len(own):
+                        continue
+                    place = dict(zip(other.axes, g.axes[other], strict=True))
+                    axes = {a: place[b] for a, b in zip(own, theirs, strict=True)}
+                    if set(axes) == set(m.axes) and all(m.space[a] == g.space[q] for a, q in axes.items()):
+                        return axes
+        return None
+
+    def _add(self, g: Group, m: Member, axes: list[int]) -> None:
+        g.members.append(m)
+        g.axes[m] = axes
+        self.group[m.stage] = g
+        new = 0
+        for n in m.loads:
+            p = self.group.get(n.data)
+            if p is not None and p is not g:
+                new |= p.bit | p.before
+        if new & ~g.before:
+            g.before |= new
+            for h in self.groups:
+                if h.before & g.bit:
+                    h.before |= g.before
+
+    def _unite(self, g: Group, h: Group, m: Member) -> None:
+        """Two row kernels that one consumer reads become one, if they walk the same rows and lanes."""
+        if (g.rows, g.lanes) != (h.rows, h.lanes):
+            return
+        for a, b in ((g, h), (h, g)):
+            inside = {x.stage for x in b.members if x.role == "column"}
+            if any(n.data in inside for x in a.members for n in x.loads):
+                return
+        if any(
+            q is not g and q is not h
+            and ((self._reaches(g, q) and self._reaches(q, h)) or (self._reaches(h, q) and self._reaches(q, g)))
+            for q in self.groups
+        ):  # fmt: skip
+            return
+        if not self._fits([*g.members, *h.members]):
+            return
+        for x in (*g.members, *h.members):
+            for n in x.loads:
+                other = self.by_stage.get(n.data)
+                if other is None or (other not in g.axes and other not in h.axes) or (x in g.axes) == (other in g.axes):
+                    continue
+                axes = anchor_axes(n, x.space)
+                own = dict(zip(x.axes, (g if x in g.axes else h).axes[x], strict=True))
+                there = (g if other in g.axes else h).axes[other]
+                if axes is None or any(own[a] != q for a, q in zip(axes, there, strict=False)):
+                    return
+        for x in h.members:
+            g.axes[x] = h.axes[x]
+            self.group[x.stage] = g
+        g.members += h.members
+        g.why += [*h.why, f"{m.stage.name} reads both"]
+        self.groups.remove(h)
+        old = h.bit
+        g.bit |= old
+        g.before = (g.before | h.before) & ~g.bit
+        for q in self.groups:
+            if q is not g and q.before & g.bit:
+                q.before |= g.before | g.bit
+
+    def _ordered(self) -> list[Group]:
+        done: set[Group] = set()
+        out: list[Group] = []
+        for start in self.groups:
+            stack = [(start, False)]
+            while stack:
+                g, ready = stack.pop()
+                if ready:
+                    out.append(g)
+                    continue
+                if g in done:
+                    continue
+                done.add(g)
+                stack.append((g, True))
+                for x in reversed(g.members):
+                    for n in x.loads:
+                        p = self.group.get(n.data)
+                        if p is not None and p is not g and p not in done:
+                            stack.append((p, False))
+        return out
+
+
+def _is_view(s: Stage) -> bool:
+    """A map that only reads elsewhere."""
+    return s.kind == "map" and s.body is not None and s.body.kind == "load"

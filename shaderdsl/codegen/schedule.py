@@ -1,0 +1,199 @@
+"""What every archetype shares: bodies over a kernel's axes, analysis of its addresses, the frame of a kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..ir import expr as E
+from ..ir.expr import Expr
+from ..ir.stage import Stage
+from .address import Address, collapse, load_address, store_address, used_alone
+from .member import Member
+from .partition import Group
+from .program import Kernel
+from .target import Target
+from .writer import WIDTH, Writer, contiguous
+
+BUILTINS = (
+    "@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>, "
+    "@builtin(local_invocation_index) lane: u32"
+)
+
+
+@dataclass
+class Layout:
+    """How a kernel's bodies touch memory.
+
+    ``loops`` are the classes of axes (rows, lanes, …), each a list of merged groups; ``addresses`` belong to the loads,
+    ``stores`` to the members that are written.
+    """
+
+    bodies: dict[Member, Expr]
+    addresses: dict[Expr, Address]
+    stores: dict[Member, Address]
+    loops: list[list[list[int]]]
+    extents: dict[int, int]  # of the merged groups, by their last axis
+
+    def loads(self) -> list[Expr]:
+        """Loads from memory."""
+        return list(self.addresses)
+
+
+def kernel_bodies(g: Group) -> dict[Member, Expr]:
+    """Members' bodies over the kernel's axes; maps of the kernel itself are written into their readers."""
+    by_stage = {m.stage: m for m in g.members}
+    bodies: dict[Member, Expr] = {}
+    for m in g.members:
+        body = E.substitute(m.body, g.renaming(m))
+        if any(n.data in by_stage and by_stage[n.data].role == "map" for n in m.loads):
+            body = E.rewrite(
+                body,
+                lambda n, args: bodies[by_stage[n.data]]
+                if n.kind == "load" and n.data in by_stage and by_stage[n.data].role == "map"
+                else (E.rebuild(n, args) if n.args else n),
+            )
+        bodies[m] = body
+    return bodies
+
+
+def lay_out(
+    g: Group, bodies: Mapping[Member, Expr], classes: Sequence[Sequence[int]], more: Sequence[Expr] = ()
+) -> Layout:
+    """Addresses of every access, and the loops left once neighbouring axes are merged."""
+    inside = {m.stage for m in g.members if m.role != "map"}
+    space = g.space
+    addresses: dict[Expr, Address] = {}
+    roots = [*bodies.values(), *more]
+    stack = [n for n in E.values(*roots) if n.kind == "load"]
+    while stack:  # an index may load as well
+        n = stack.pop()
+        if n.data in inside or n in addresses:
+            continue
+        addresses[n] = load_address(n, space)
+        for t in addresses[n].terms:
+            if isinstance(t.what, Expr):
+                stack += [x for x in E.values(t.what) if x.kind == "load"]
+    stores = {m: store_address(m.stage, _full_axes(g, m), space) for m in g.members}
+    walks = [a.axes() for a in addresses.values()] + [stores[m].axes() for m in g.stored]
+    blocked = used_alone(roots, addresses)
+    loops = [collapse(c, space, walks, blocked) for c in classes]
+    extents = {group[-1]: math.prod(space[a] for a in group) for loop in loops for group in loop}
+    return Layout(dict(bodies), addresses, stores, loops, extents)
+
+
+def _full_axes(g: Group, m: Member) -> list[int]:
+    """Kernel axes of all output axes of a stage; those of extent 1 get any axis, which `merge` leaves out."""
+    where = dict(zip(m.axes, g.axes[m], strict=True))
+    return [where.get(a, -1) for a in range(len(m.stage.ext))]
+
+
+def vector_axis(layout: Layout, loop: Sequence[Sequence[int]], strict: bool = True) -> int | None:
+    """The lane axis that a vec4 can run along: some access is contiguous there and its extent is a multiple of 4."""
+    if not loop:
+        return None
+    a = loop[-1][-1]
+    if layout.extents[a] % WIDTH:
+        return None
+    every = [*layout.addresses.values(), *layout.stores.values()]
+    touching = [f for f in every if f.coefficient(a) or f.rest_free() >> a & 1]
+    good = [f for f in touching if contiguous(_merged(f, layout, a), a)]
+    return a if good and 2 * len(good) >= len(touching) else None
+
+
+def _merged(f: Address, layout: Layout, axis: int) -> Address:
+    """An address without the axes that merged into others."""
+    last = {group[-1] for loop in layout.loops for group in loop}
+    return Address(tuple(t for t in f.terms if not isinstance(t.what, int) or t.what in last), f.const)
+
+
+def make_writer(g: Group, layout: Layout, target: Target, vector: int | None) -> Writer:
+    """A writer that knows the addresses, and which tensors cannot be bound as vec4."""
+    w = Writer(g.space, target, vector)
+    hidden = {a for loop in layout.loops for group in loop for a in group[:-1]}
+    for n, f in layout.addresses.items():
+        w.addresses[n] = Address(tuple(t for t in f.terms if t.what not in hidden or not isinstance(t.what, int)), f.const)
+        touches = vector is not None and n.free >> vector & 1
+        if not (touches and contiguous(w.addresses[n], vector)):
+            w.plain.add(n.data)
+    return w
+
+
+def visible(layout: Layout, f: Address) -> Address:
+    """A store's address without merged axes."""
+    hidden = {a for loop in layout.loops for group in loop for a in group[:-1]}
+    return Address(tuple(t for t in f.terms if not isinstance(t.what, int) or t.what not in hidden), f.const)
+
+
+def decode(w: Writer, flat: str, loop: Sequence[Sequence[int]], depth: int, vector: int | None = None) -> None:
+    """Name the axes of one class from a flat position (in vec4s along the vector axis)."""
+    current = flat
+    for j in reversed(range(len(loop))):
+        group = loop[j]
+        a = group[-1]
+        if j == 0:
+            w.axis(a, current, depth)
+        else:
+            n = w.extent(group, WIDTH if a == vector else 1)
+            w.axis(a, w.let(f"{current} % {n}", depth, "i"), depth)
+            current = w.let(f"{current} / {n}", depth, "q")
+
+
+def flops(bodies: Mapping[Member, Expr], space_of: Mapping[Member, int]) -> int:
+    """Floating-point operations: one for each arithmetic node and position."""
+    total = 0
+    for m, body in bodies.items():
+        nodes = sum(1 for n in E.values(body) if n.kind == "apply" and n.dtype == "f32")
+        total += (nodes + (1 if m.stage.kind == "reduce" else 0)) * space_of[m]
+    return total
+
+
+def traffic(tensors: Sequence[Stage]) -> int:
+    """Bytes when each array moves once."""
+    return sum(t.nbytes for t in tensors)
+
+
+def fold(workgroups: int, target: Target) -> tuple[int, int, int]:
+    """A one-dimensional grid, folded into two where it is longer than a dimension may be."""
+    limit = target.limits.max_workgroups
+    if workgroups <= limit:
+        return (workgroups, 1, 1)
+    rows = -(-workgroups // limit)
+    return (-(-workgroups // rows), rows, 1)
+
+
+def finish(
+    g: Group, w: Writer, layout: Layout, body: Sequence[str], name: str, archetype: str, size: int,
+    grid: tuple[int, int, int],
+) -> Kernel:  # fmt: skip
+    """Put the text together with what it computes."""
+    spaces = {m: math.prod(m.space) for m in g.members}
+    tensors = [t for t in w.bound if isinstance(t, Stage)]
+    comment = list(dict.fromkeys(f"{m.stage.name} ({_short(m.stage.loc)})" for m in g.members if m.stage.loc))[:8]
+    return Kernel(
+        name=name,
+        archetype=archetype,
+        wgsl=w.text(comment, (size, 1, 1), BUILTINS, body),
+        workgroup_size=(size, 1, 1),
+        workgroups=grid,
+        bindings=w.bindings(),
+        params=w.param_block(),
+        members=tuple(m.stage for m in g.members),
+        writes=tuple(m.stage for m in g.stored),
+        flops=flops(layout.bodies, spaces),
+        bytes=traffic(tensors),
+        reason="; ".join(dict.fromkeys(g.why)),
+    )
+
+
+def _short(loc: str | None) -> str:
+    """The last part of a path with its line: texts must not depend on where a project lies."""
+    inner = (loc or "").rsplit("(", 1)[-1].rstrip(")")
+    return inner.replace("\\", "/").rsplit("/", 1)[-1]
+
+
+def kernel_name(g: Group) -> str:
+    """A name for people, from what the kernel stores."""
+    names = list(dict.fromkeys(m.stage.name for m in g.stored or g.members))
+    return f"{g.kind}_{'_'.join(names[:3])}"
