@@ -20,6 +20,7 @@ from . import checkpoint, data, nn, optim, tree
 from .array import Array, asarray
 from .errors import CheckpointError, ShaderError
 from .function import compile, value_and_grad
+from .nn.safetensors import SafetensorsFile
 
 __all__ = ["TrainConfig", "Trainer", "saved_run"]
 
@@ -64,6 +65,7 @@ class TrainConfig:
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             ffn_size=self.ffn,
+            max_positions=max(self.length, 2),
         )
 
 
@@ -162,10 +164,8 @@ class Trainer:
 
         nn.save(self.model, folder)
         leaves = [np.asarray(leaf) for leaf in tree.leaves(self.state)]
-        save_file(
-            {f"{i:05}": np.ascontiguousarray(leaf) for i, leaf in enumerate(leaves)},
-            folder / "optimizer.safetensors",
-        )
+        named = zip(_leaf_names(len(leaves)), map(np.ascontiguousarray, leaves))
+        save_file(dict(named), folder / "optimizer.safetensors")
         about = {
             "step": self.step,
             "tokens": "bytes",
@@ -265,18 +265,16 @@ def _same_shapes(loaded: Any, wanted: Any, folder: Path) -> Any:
 
 
 def _load_state(folder: Path, state: Any) -> Any:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
     path = folder / "optimizer.safetensors"
-    try:
-        stored = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+    stored = SafetensorsFile(path)
     leaves, structure = tree.flatten(state)
-    loaded = [stored.get(f"{i:05}") for i in range(len(leaves))]
-    if len(stored) != len(leaves) or any(
-        new is None or new.shape != tuple(old.shape) for new, old in zip(loaded, leaves)
+    names = _leaf_names(len(leaves))
+    if sorted(stored.tensors) != names or any(
+        stored.shape(name) != tuple(leaf.shape) for name, leaf in zip(names, leaves)
     ):
         raise CheckpointError(f"{path} holds the state of another model or optimiser")
-    return tree.unflatten(structure, [asarray(new) for new in loaded])
+    return tree.unflatten(structure, [asarray(stored.read(n).copy()) for n in names])
+
+
+def _leaf_names(count: int) -> list[str]:
+    return [f"{i:05}" for i in range(count)]

@@ -66,3 +66,80 @@ def setup(name, x, args) -> Case:
 
     kernels = len(sd.lower(function, *arrays).kernels)
     return Case(run, fetch, {"kernels": kernels})
+
+
+#: the last part of a parameter's path → our name for it
+NAMES = {
+    "norm1": "norm1",
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "o_proj": "o",
+    "norm2": "norm2",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "embed_tokens": "embed",
+    "norm": "norm",
+    "lm_head": "head",
+}
+
+
+def _training(x) -> Case:
+    from shaderdsl.nn.transformer import build
+
+    c = SHAPE
+    config = sd.nn.TransformerConfig(
+        vocab_size=c.vocab,
+        hidden_size=c.width,
+        num_layers=c.layers,
+        num_heads=c.heads,
+        num_kv_heads=c.kv_heads,
+        head_dim=c.head,
+        ffn_size=c.ffn,
+        max_positions=c.length,
+        norm_eps=ref.EPS,
+    )
+
+    def make(path, shape, role):
+        *before, name, _ = path.split(".")
+        key = NAMES[name]
+        if before:
+            key = f"{before[1]}.{key}"
+        value = x["weights"][key]
+        # ours are [out, in], as Hugging Face's; the table is [vocab, width] everywhere
+        transposed = value.ndim == 2 and key != "embed"
+        return sd.asarray(value.T.copy() if transposed else value)
+
+    model = build(config, make)
+    optimiser = sd.optim.AdamW(
+        lr=ADAMW.rate,
+        betas=(ADAMW.beta1, ADAMW.beta2),
+        eps=ADAMW.eps,
+        weight_decay=ADAMW.decay,
+    )
+
+    def train_step(model, state, ids, labels):
+        def loss_of(model):
+            return sd.nn.cross_entropy(model(ids), labels)
+
+        loss, gradients = sd.value_and_grad(loss_of)(model)
+        model, state = optimiser.update(model, gradients, state)
+        return model, state, loss
+
+    step = sd.compile(train_step, donate=("model", "state"))
+    held = [model, optimiser.init(model)]
+    ids, labels = sd.asarray(x["ids"]), sd.asarray(x["labels"])
+    losses = []
+    case = Case(lambda: None, lambda: {"losses": losses[:3]})
+
+    def run():
+        *held[:], loss = step(*held, ids, labels)
+        losses.append(float(loss))
+
+    case.run = run
+    return case
+
+
+if __name__ == "__main__":
+    work("shaderdsl", setup)

@@ -9,6 +9,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,14 +64,12 @@ def _rows(large: bool) -> list[tuple[str, Callable[[], Any], Any]]:
     a, b = array(side, side), array(side, side)
     table = [
         (f"copy [{rows}, {wide}]", sd.op("r n -> r n")(_copy), (x,)),
-        (f"silu(g)*u [{rows}, {wide}]", ops.silu_mul, (x, y)),
+        (f"silu(g)*u [{rows}, {wide}]", ops.swiglu, (x, y)),
         (f"RMSNorm [{rows}, {wide}]", ops.rms_norm, (x, gain)),
         (f"softmax [{rows}, {wide}]", ops.softmax, (x,)),
-        (f"matmul [{side}, {side}]²", ops.matmul, (a, b)),
+        (f"x Wᵀ [{side}, {side}]", ops.linear, (a, b)),
     ]
-    return [
-        (title, lambda f=f, xs=xs: f(*xs), sd.lower(f, *xs)) for title, f, xs in table
-    ]
+    return [(title, partial(f, *xs), sd.lower(f, *xs)) for title, f, xs in table]
 
 
 def _copy(x: Any) -> Any:

@@ -108,11 +108,34 @@ def codec(folder: Path, vocab_size: int) -> Codec:
     return (lambda text: tokenizer.encode(text).ids), tokenizer.decode
 
 
-def sample(model: Any, prompt: str, *, codec: Codec = BYTES, **options: Any) -> str:
-    """The prompt and what the model makes of it; options as of ``model.generate``."""
+def sample(
+    model: Any,
+    prompt: str,
+    *,
+    codec: Codec = BYTES,
+    max_new_tokens: int = 200,
+    seed: int = 0,
+    **options: Any,
+) -> str:
+    """The prompt and what the model makes of it; options as of ``model.generate``.
+
+    Where the text outgrows the positions that the model was trained on, it goes on
+    from the newest half of them.
+    """
     import numpy as np
 
     encode, decode = codec
-    ids = np.asarray(encode(prompt), np.int32)
-    made = np.asarray(model.generate(ids, **options)).reshape(-1)
-    return decode([int(token) for token in made])
+    ids, limit = list(encode(prompt)), model.config.max_positions
+    end, part = len(ids) + max_new_tokens, 0
+    while len(ids) < end:
+        whole = len(ids) < limit // 2 or end <= limit
+        context = ids if whole else ids[-max(1, limit // 2) :]
+        made = model.generate(
+            np.asarray(context, np.int32),
+            max_new_tokens=min(end - len(ids), limit - len(context)),
+            seed=seed + 1_000_003 * part,
+            **options,
+        )
+        ids += [int(token) for token in made[len(context) :]]
+        part += 1
+    return decode(ids)

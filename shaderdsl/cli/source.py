@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import sys
 import traceback
 from collections.abc import Mapping
@@ -136,15 +137,12 @@ def arguments(
             case "ellipsis":
                 return known.setdefault("...", 16)
             case "derived":
-                parts = terms(dim.text)
-                return sum(s * (int(n) if n.isdigit() else axis(n)) for s, n in parts)
+                return sum(
+                    sign * (int(name) if name.isdigit() else axis(name))
+                    for sign, name in terms(dim.text)
+                )
         parts = [axis(name) for name in dim.axes]
-        if dim.kind == "joined":
-            return sum(parts)
-        total = 1
-        for part in parts:
-            total *= part
-        return total
+        return sum(parts) if dim.kind == "joined" else math.prod(parts)
 
     def axis(name: str) -> int:
         return known.setdefault(name, 64)
