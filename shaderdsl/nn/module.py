@@ -1,0 +1,108 @@
+"""Modules: frozen dataclasses that are pytrees.
+
+Fields that hold arrays, modules or tuples of them are children. Fields made with
+:func:`static` are configuration: hashable, part of the structure, never a leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, dataclass_transform
+
+from .. import tree
+from ..array import Array
+
+__all__ = ["Module", "named_arrays", "static"]
+
+
+def static(*, default: Any = dataclasses.MISSING) -> Any:
+    """A keyword-only field of configuration: hashable, part of the structure."""
+    return dataclasses.field(default=default, metadata={"static": True}, kw_only=True)
+
+
+@dataclass_transform(
+    eq_default=False, frozen_default=True, field_specifiers=(static, dataclasses.field)
+)
+class Module:
+    """Base of layers and models; a subclass becomes a frozen dataclass and a pytree.
+
+    ``sd.value_and_grad(loss)(model)`` gives gradients as a module of the same class, so
+    ``gradient.layers[0].mlp.up_proj.weight`` is what it says.
+
+    Example:
+        >>> class Affine(sd.nn.Module):
+        ...     weight: sd.Array
+        ...     bias: sd.Array
+        ...     def __call__(self, x):
+        ...         return x * self.weight + self.bias
+    """
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+        children: list[str] = []
+        configuration: list[str] = []
+        for f in dataclasses.fields(cls):  # type: ignore[arg-type]
+            (configuration if f.metadata.get("static") else children).append(f.name)
+
+        def parts(x: Any) -> tuple[list[Any], Any]:
+            key = tuple(getattr(x, n) for n in configuration)
+            return [getattr(x, n) for n in children], key
+
+        def build(key: Any, values: list[Any]) -> Any:
+            # Leaves may be anything (None, symbols, cotangents): checks of __init__
+            # were made when the module was first built.
+            new = object.__new__(cls)
+            for n, v in zip([*configuration, *children], [*key, *values], strict=True):
+                object.__setattr__(new, n, v)
+            return new
+
+        tree.register(cls, parts, build)
+
+    def replace(self, **changes: Any) -> Any:
+        """The same module with other values in these fields."""
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    def parameters(self) -> dict[str, Array]:
+        """Every array under its attribute path: ``{"layers.0.norm1.weight": …}``."""
+        return dict(named_arrays(self))
+
+    def __repr__(self) -> str:
+        lines = [f"{type(self).__name__}("]
+        for f in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if value is not None:
+                text = _show(value).replace("\n", "\n  ")
+                lines.append(f"  {f.name}: {text}")
+        return "\n".join(lines) + "\n)" if len(lines) > 1 else lines[0] + ")"
+
+
+def _show(x: Any) -> str:
+    if isinstance(x, Array):
+        return f"{x.dtype}{list(x.shape)}"
+    if isinstance(x, (tuple, list)) and x and isinstance(x[0], Module):
+        return f"{len(x)} × {x[0]!r}"
+    return repr(x)
+
+
+def named_arrays(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a pytree of modules with their paths, in the order of its leaves."""
+    if x is None:
+        return
+    if isinstance(x, Module):
+        for f in dataclasses.fields(x):  # type: ignore[arg-type]
+            if not f.metadata.get("static"):
+                yield from named_arrays(getattr(x, f.name), _join(path, f.name))
+    elif isinstance(x, (tuple, list)):
+        for k, v in enumerate(x):
+            yield from named_arrays(v, _join(path, str(k)))
+    elif isinstance(x, dict):
+        for k, v in x.items():
+            yield from named_arrays(v, _join(path, str(k)))
+    else:
+        yield path, x
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
