@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -356,6 +356,16 @@ class Array:
 
     def __invert__(self) -> Array:
         return primitive("not", self)
+
+    if TYPE_CHECKING:  # installed below, from the table of operators
+
+        def _binary(self, other: Any) -> Array: ...
+
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _binary
+        __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _binary
+        __mod__ = __rmod__ = __and__ = __rand__ = __or__ = __ror__ = _binary
+        __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = _binary
+        __rrshift__ = __lt__ = __le__ = __gt__ = __ge__ = _binary
 
     def __pow__(self, other: Any) -> Array:
         result: Array = expand_power(self, other, primitive)
