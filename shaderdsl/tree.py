@@ -19,6 +19,16 @@ def register(
     _registry[cls] = (parts, build)
 
 
+def registered(x: Any) -> bool:
+    """Whether a value is of a class that was made a pytree."""
+    return type(x) in _registry
+
+
+def children(x: Any) -> list[Any]:
+    """The children of a value of a registered class."""
+    return _registry[type(x)][0](x)[0]
+
+
 @dataclass(frozen=True)
 class Structure:
     """The shape of a pytree: hashable, equal for equal structures."""

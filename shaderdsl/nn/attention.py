@@ -40,11 +40,11 @@ class Attention(Module):
     o_proj: Linear
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+    rotary: RotaryEmbedding | None = None
     _: KW_ONLY
     num_heads: int = static()
     num_kv_heads: int = static()
     head_dim: int = static()
-    rotary: RotaryEmbedding | None = static(default=None)
     gated: bool = static(default=False)
     causal: bool = static(default=True)
     scale: float | None = static(default=None)

@@ -100,6 +100,9 @@ def named_arrays(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(x, dict):
         for k, v in x.items():
             yield from named_arrays(v, _join(path, str(k)))
+    elif tree.registered(x):
+        for k, v in enumerate(tree.children(x)):
+            yield from named_arrays(v, _join(path, str(k)))
     else:
         yield path, x
 
