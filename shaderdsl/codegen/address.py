@@ -12,7 +12,7 @@ from typing import Any
 
 from ..ir import expr as E
 from ..ir.expr import Expr
-from ..ir.indexmap import affine, digits, interval, merge
+from ..ir.indexmap import affine, digits, interval
 from ..ir.stage import Stage
 
 Key = tuple[Any, ...]
@@ -64,12 +64,6 @@ def load_address(node: Expr, space: Sequence[int]) -> Address:
     stage: Stage = node.data
     indices = [clamped(i, n, space) for i, n in zip(node.args, stage.shape, strict=True)]
     return linear(stage.shape, indices, space)
-
-
-def store_address(stage: Stage, axes: Sequence[int], space: Sequence[int]) -> Address:
-    """Where a stage is written when its own axes are these axes of the kernel."""
-    own = [merge([axes[a] for a in g], space) for g in stage.groups]
-    return linear(stage.shape, own, space)
 
 
 def linear(shape: Sequence[int], indices: Sequence[Expr], space: Sequence[int]) -> Address:

@@ -1,12 +1,24 @@
-"""From a graph to a program."""
+"""From a graph to a program: partition, then a schedule for each group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from ..errors import CompilerError
+from ..ir import expr as E
 from ..ir.stage import Stage, topo_stages
-from .program import Binding, Kernel, Program
+from .map import map_kernels
+from .partition import Group, Partition
+from .program import Kernel, Program
+from .row import row_kernels
 from .target import Target
+
+SCHEDULES: dict[str, Callable[[Group, Target], list[Kernel]]] = {
+    "map": map_kernels,
+    "row": row_kernels,
+    "contract": row_kernels,
+    "scatter": row_kernels,
+}
 
 
 def lower(
@@ -16,33 +28,35 @@ def lower(
     inputs: Sequence[Stage],
     donated: frozenset[int] = frozenset(),
 ) -> Program:
-    """Plan a graph for a target."""
-    kernels = []
-    scalars: dict[str, str] = {}
-    from ..ir.expr import topo
+    """Plan a graph for a target.
 
+    Args:
+        outs: what is wanted; may repeat, may be inputs.
+        inputs: the graph's inputs, in the order in which their buffers will be given.
+        donated: positions of inputs whose memory may be reused.
+    """
+    partition = Partition(outs, target)
+    kernels: list[Kernel] = []
+    for g in partition.groups:
+        if g.kind not in SCHEDULES:
+            raise CompilerError(f"no schedule for {g.kind}")
+        kernels += SCHEDULES[g.kind](g, target)
+    return Program(
+        tuple(kernels),
+        tuple(inputs),
+        tuple(outs),
+        donated,
+        _scalars(outs),
+        tuple(partition.log),
+    )
+
+
+def _scalars(outs: Sequence[Stage]) -> tuple[tuple[str, str], ...]:
+    """Runtime numbers of a graph, with their dtypes."""
+    found: dict[str, str] = {}
     for s in topo_stages(outs):
-        if s.kind == "input":
-            continue
-        assert s.body is not None
-        for n in topo(s.body):
-            if n.kind == "scalar":
-                scalars[n.data] = n.dtype
-        reads = dict.fromkeys(n.data for n in s.loads)
-        kernels.append(
-            Kernel(
-                name=s.name,
-                archetype="map",
-                wgsl="",
-                workgroup_size=(1, 1, 1),
-                workgroups=(1, 1, 1),
-                bindings=(*(Binding(r, "read") for r in reads), Binding(s, "read_write")),
-                params=(),
-                members=(s,),
-                writes=(s,),
-                flops=0,
-                bytes=0,
-                reason="",
-            )
-        )
-    return Program(tuple(kernels), tuple(inputs), tuple(outs), donated, tuple(scalars.items()), ())
+        if s.body is not None:
+            for n in E.topo(s.body):
+                if n.kind == "scalar":
+                    found[n.data] = n.dtype
+    return tuple(found.items())

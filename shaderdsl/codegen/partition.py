@@ -36,6 +36,7 @@ class Group:
     axes: dict[Member, list[int]] = field(default_factory=dict)
     stored: list[Member] = field(default_factory=list)
     why: list[str] = field(default_factory=list)
+    anchors: frozenset[Stage] | set[Stage] = frozenset()
     bit: int = 0
     before: int = 0  # bits of the groups that must run earlier
 
@@ -240,6 +241,7 @@ class Partition:
         else:
             g = Group(m.role, tuple(ext[:n_out]), tuple(ext[n_out:]))
             axes = list(range(len(ext)))
+        g.anchors = self.anchors
         g.bit = 1 << self.position[m]
         self.groups.append(g)
         self._add(g, m, axes)
@@ -301,7 +303,9 @@ class Partition:
         if red == lanes and out == set(range(rows)) and m.role in ("row", "column"):
             m.role = "row"
             return True
-        return m.role == "column" and m.stage.monoid == "sum" and red == set(range(rows)) and out == lanes
+        # The partial sums lie as the lanes do, so the lanes must be in the order of the result.
+        in_order = [where[a] for a in m.out] == sorted(lanes)
+        return m.role == "column" and m.stage.monoid == "sum" and red == set(range(rows)) and in_order
 
     def _fits(self, members: Iterable[Member]) -> bool:
         inside = list(members)

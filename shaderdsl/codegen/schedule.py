@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.stage import Stage
-from .address import Address, collapse, load_address, store_address, used_alone
+from .address import Address, collapse, linear, load_address, used_alone
 from .member import Member
 from .partition import Group
 from .program import Kernel
@@ -75,18 +75,12 @@ def lay_out(
         for t in addresses[n].terms:
             if isinstance(t.what, Expr):
                 stack += [x for x in E.values(t.what) if x.kind == "load"]
-    stores = {m: store_address(m.stage, _full_axes(g, m), space) for m in g.members}
+    stores = {m: linear(m.stage.shape, g.own_load(m).args, space) for m in g.members}
     walks = [a.axes() for a in addresses.values()] + [stores[m].axes() for m in g.stored]
     blocked = used_alone(roots, addresses)
     loops = [collapse(c, space, walks, blocked) for c in classes]
     extents = {group[-1]: math.prod(space[a] for a in group) for loop in loops for group in loop}
     return Layout(dict(bodies), addresses, stores, loops, extents)
-
-
-def _full_axes(g: Group, m: Member) -> list[int]:
-    """Kernel axes of all output axes of a stage; those of extent 1 get any axis, which `merge` leaves out."""
-    where = dict(zip(m.axes, g.axes[m], strict=True))
-    return [where.get(a, -1) for a in range(len(m.stage.ext))]
 
 
 def vector_axis(layout: Layout, loop: Sequence[Sequence[int]], strict: bool = True) -> int | None:
@@ -132,6 +126,8 @@ def decode(w: Writer, flat: str, loop: Sequence[Sequence[int]], depth: int, vect
     for j in reversed(range(len(loop))):
         group = loop[j]
         a = group[-1]
+        for hidden in group[:-1]:  # walked by the last one; values that depend on it live here too
+            w.depth[hidden] = depth
         if j == 0:
             w.axis(a, current, depth)
         else:
@@ -179,12 +175,29 @@ def finish(
         workgroups=grid,
         bindings=w.bindings(),
         params=w.param_block(),
-        members=tuple(m.stage for m in g.members),
+        members=_with_inlined(g),
         writes=tuple(m.stage for m in g.stored),
         flops=flops(layout.bodies, spaces),
         bytes=traffic(tensors),
         reason="; ".join(dict.fromkeys(g.why)),
     )
+
+
+def _with_inlined(g: Group) -> tuple[Stage, ...]:
+    """The members and the maps written into them, in order: what the device `cpu` evaluates."""
+    out: dict[Stage, None] = {}
+    for m in g.members:
+        stack = [(m.stage, False)]
+        while stack:
+            s, ready = stack.pop()
+            if ready:
+                out[s] = None
+                continue
+            if s in out:
+                continue
+            stack.append((s, True))
+            stack += [(n.data, False) for n in s.loads if n.data.kind == "map" and n.data not in g.anchors]
+    return tuple(out)
 
 
 def _short(loc: str | None) -> str:

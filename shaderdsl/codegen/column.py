@@ -1,0 +1,121 @@
+"""Column: sums over leading axes. Each thread owns outputs and walks a share of the rows; a second stage adds the shares in order."""
+
+from __future__ import annotations
+
+import math
+
+from .member import Member
+from .partition import Group
+from .program import Kernel, Scratch
+from .reduction import combine, identity
+from .schedule import (
+    BUILTINS,
+    decode,
+    finish,
+    fold,
+    kernel_bodies,
+    kernel_name,
+    lay_out,
+    make_writer,
+    vector_axis,
+)
+from .target import Target
+from .writer import WIDTH, Writer, indent, wgsl_type
+
+
+def column_kernels(g: Group, target: Target) -> list[Kernel]:
+    """Print a group whose members are all column reductions over the same rows."""
+    bodies = kernel_bodies(g)
+    rows = range(len(g.rows))
+    lanes = range(len(g.rows), len(g.space))
+    layout = lay_out(g, bodies, [rows, lanes])
+    vector = vector_axis(layout, layout.loops[1])
+    count, n = math.prod(g.rows), math.prod(g.lanes)
+    threads = n // (WIDTH if vector is not None else 1)
+    size = 64
+    shares = _shares(count, threads, target)
+    per = -(-count // shares)
+    shares = -(-count // per)
+    w = make_writer(g, layout, target, vector)
+    width = w.extent(lanes, WIDTH if vector is not None else 1)
+    w.line(f"let at = (group.y * groups.x + group.x) * {size}u + lane;")
+    w.open()
+    w.base = 1
+    w.line(f"let i = at % {width};", 1)
+    w.line(f"let share = at / {width};", 1)
+    decode(w, "i", layout.loops[1], 1, vector)
+    accs = {}
+    for k, m in enumerate(g.members):
+        dtype = m.body.dtype
+        wide = vector is not None
+        accs[m] = f"acc{k}_"
+        w.line(f"var acc{k}_: {wgsl_type(dtype, wide)} = {identity(w, m.stage.monoid or 'sum', dtype, wide)};", 1)
+    w.open()
+    decode(w, "row", layout.loops[0], 2)
+    for m in g.members:
+        body = bodies[m]
+        v = w.splat(body) if vector is not None else w.value(body)
+        w.line(f"{accs[m]} = {combine(m.stage.monoid or 'sum', accs[m], v, body.dtype, vector is not None)};")
+    inner = w.close()
+    rows_param = w.param(("rows",), count, stem="rows")
+    per_param = w.param(("per",), per, stem="per")
+    w.line(f"for (var row = share * {per_param}; row < min((share + 1u) * {per_param}, {rows_param}); row++) {{", 1)
+    w.blocks[1] += [*indent(inner), "}"]
+    partials = {m: Scratch(f"{m.stage.name}_partial", m.body.dtype, shares * n) for m in g.members}
+    for m in g.members:
+        buffer = w.binding(partials[m], vector is not None, True)
+        w.line(f"{buffer}[at] = {accs[m]};", 1)
+    body_lines = w.close()
+    total = w.param(("threads",), shares * threads, stem="threads")
+    lines = [*w.blocks[0], f"if (at >= {total}) {{ return; }}", *body_lines]
+    grid = fold(-(-shares * threads // size), target)
+    kernel = finish(g, w, layout, lines, kernel_name(g), "column", size, grid)
+    return [kernel] + [finish_kernel(m, partials[m], shares, target) for m in g.members]
+
+
+def _shares(rows: int, threads: int, target: Target) -> int:
+    """Into how many parts the rows are cut: enough threads to fill the device, and no loop beyond its budget."""
+    wanted = 512 if target.family == "software" else 65536
+    shares = max(1, min(rows, -(-wanted // max(threads, 1)), 256))
+    while -(-rows // shares) > target.loop_budget // 2:
+        shares *= 2
+    return shares
+
+
+def finish_kernel(m: Member, partial: Scratch, shares: int, target: Target) -> Kernel:
+    """Second stage: combine the shares of each output, in order."""
+    stage = m.stage
+    monoid, dtype = stage.monoid or "sum", m.body.dtype
+    n = stage.size
+    w = Writer([], target)
+    vector = n % WIDTH == 0 and stage.dtype != "f16"
+    wide = WIDTH if vector else 1
+    size = 64
+    source = w.binding(partial, vector, False)
+    out = w.binding(stage, vector, True)
+    count = w.param(("n",), n // wide, stem="n")
+    parts = w.param(("shares",), shares, stem="shares")
+    w.line(f"let i = (group.y * groups.x + group.x) * {size}u + lane;")
+    w.line(f"if (i >= {count}) {{ return; }}")
+    w.line(f"var acc: {wgsl_type(dtype, vector)} = {source}[i];")
+    step = combine(monoid, "acc", f"{source}[k * {count} + i]", dtype, vector)
+    w.line(f"for (var k = 1u; k < {parts}; k++) {{ acc = {step}; }}")
+    if stage.dtype == "f16":
+        w._store_one(stage, out, "i", "acc")
+    else:
+        w.line(f"{out}[i] = acc;")
+    return Kernel(
+        name=f"finish_{stage.name}",
+        archetype="column",
+        wgsl=w.text([f"second stage of {stage.name}"], (size, 1, 1), BUILTINS, w.blocks[0]),
+        workgroup_size=(size, 1, 1),
+        workgroups=fold(-(-(n // wide) // size), target),
+        bindings=w.bindings(),
+        params=w.param_block(),
+        members=(),
+        writes=(),  # the kernel before counts as the writer
+        flops=shares * n,
+        bytes=(shares + 1) * stage.nbytes,
+        reason="adds the partial results of the kernel before, in a fixed order",
+    )
+

@@ -1,0 +1,351 @@
+"""Row: reductions along rows in one or more phases, then maps of the row; column sums of it on the way.
+
+A workgroup has ``width`` lanes a row and as many rows as fit. Each phase walks the row once. Rows that fit into registers are
+unrolled: what one phase loads or computes the next still has, because a common subexpression keeps its name. Longer rows loop
+and read again. Column sums (the gradient of a norm's gain) stay in the lanes' registers while a workgroup walks its rows;
+their partial results are finished by a second kernel in a fixed order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..ir import expr as E
+from .column import column_kernels, finish_kernel
+from .member import Member
+from .partition import Group
+from .program import Kernel, Scratch
+from .reduction import Tree, combine, horizontal, identity
+from .schedule import (
+    Layout,
+    decode,
+    finish,
+    fold,
+    kernel_bodies,
+    kernel_name,
+    lay_out,
+    make_writer,
+    vector_axis,
+    visible,
+)
+from .target import Target
+from .writer import WIDTH, contiguous, indent, wgsl_type
+
+
+@dataclass(frozen=True)
+class RowSchedule:
+    """How a row kernel runs.
+
+    Args:
+        width: lanes a row, a power of two.
+        rows: rows a workgroup handles side by side.
+        chunks: elements (or vec4s) a lane holds when the row is unrolled; 0 loops.
+        groups: workgroups, when each walks several rows in turn; 0 gives each its own rows.
+    """
+
+    width: int
+    rows: int
+    chunks: int
+    groups: int = 0
+
+
+def choose(rows: int, n: int, columns: bool, phases: int, target: Target) -> RowSchedule:
+    """The default schedule for rows of ``n`` elements (or vec4s)."""
+    most = target.limits.max_invocations
+    if target.family == "software":
+        # Loads cost most and barriers little: a lane takes several elements and keeps them.
+        width = 1
+        while width < 32 and n > width * 8:
+            width *= 2
+        chunks = _power(-(-n // width)) if n <= width * 8 else 0
+        size = max(1, 64 // width) if not columns else 1
+        groups = min(rows, 32) if columns else 0
+        if chunks == 0:
+            width = min(64, most)
+            size = 1
+        return RowSchedule(width, size, chunks, groups)
+    width = 16
+    while width < most and n > width * 2:
+        width *= 2
+    chunks = _power(-(-n // width)) if n <= width * 8 else 0
+    size = max(1, 128 // width) if rows > 1 else 1
+    groups = min(-(-rows // size), 256) if columns else 0
+    return RowSchedule(width, size, chunks, groups)
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def row_kernels(g: Group, target: Target) -> list[Kernel]:
+    """Print a group of row phases, maps and column sums."""
+    if all(m.role == "column" for m in g.members):
+        return column_kernels(g, target)
+    return _Row(g, target).kernels()
+
+
+class _Row:
+    def __init__(self, g: Group, target: Target, schedule: RowSchedule | None = None):
+        self.g, self.target = g, target
+        self.bodies = kernel_bodies(g)
+        rows = range(len(g.rows))
+        lanes = range(len(g.rows), len(g.space))
+        self.layout: Layout = lay_out(g, self.bodies, [rows, lanes])
+        self.vector = vector_axis(self.layout, self.layout.loops[1])
+        self.row_count = math.prod(g.rows)
+        self.n = math.prod(g.lanes) // (WIDTH if self.vector is not None else 1)
+        self.columns = [m for m in g.members if m.role == "column"]
+        self.reductions = [m for m in g.members if m.role not in ("column", "map")]
+        self.maps = [m for m in g.members if m.role == "map" and m in g.stored]
+        self.levels = self._levels()
+        self.schedule = schedule or choose(
+            self.row_count, self.n, bool(self.columns), 1 + max(self.levels.values(), default=0), target
+        )
+        self.partials: dict[Member, Scratch] = {}
+        self.w = make_writer(g, self.layout, target, self.vector)
+        for m in g.stored:
+            if self.vector is not None and not contiguous(visible(self.layout, self.layout.stores[m]), self.vector):
+                self.w.plain.add(m.stage)
+
+    def _levels(self) -> dict[Member, int]:
+        """The phase of each reduction: one after the last that it reads."""
+        by_stage = {m.stage: m for m in self.reductions}
+        level: dict[Member, int] = {}
+        for m in self.reductions:
+            inner = [level[by_stage[n.data]] for n in E.loads(self.bodies[m]) if n.data in by_stage]
+            level[m] = 1 + max(inner, default=0)
+        return level
+
+    # -------------------------------------------------------------- the kernel
+
+    def kernels(self) -> list[Kernel]:
+        """The row kernel, and a second stage for each column sum."""
+        s, w = self.schedule, self.w
+        threads = s.width * s.rows
+        self.position = "lane" if s.rows == 1 else "l"
+        if s.rows > 1:
+            w.line(f"let l = lane % {s.width}u;")
+        self.tree = Tree(w, threads, s.width, self.position)
+        turns = -(-self.row_count // (s.groups * s.rows)) if s.groups else 1
+        flat = "group.y * groups.x + group.x" if not s.groups else "group.x"
+        w.line(f"let first = ({flat})" + (f" * {s.rows}u + lane / {s.width}u;" if s.rows > 1 else ";"))
+        for m in self.columns:
+            self._open_column(m)
+        w.open()
+        w.base = 1
+        # With a workgroup for each row there is no row too many; else the last ones repeat the last row unseen.
+        exact = s.rows == 1 and not s.groups and self.row_count <= self.target.limits.max_workgroups
+        self.live = None if exact else "live"
+        at = "first" if exact else "at"
+        self._phases(at)
+        inner = w.close()
+        lines = list(w.blocks[0])
+        rows = "" if exact else w.param(("rows",), self.row_count, stem="rows")
+        if exact:
+            lines += inner
+        elif s.groups:
+            step = w.param(("step",), s.groups * s.rows, stem="step")
+            count = w.param(("turns",), turns, stem="turns")
+            lines += [
+                f"for (var turn = 0u; turn < {count}; turn++) {{",
+                f"  let row = first + turn * {step};",
+                f"  let live = row < {rows};",
+                f"  let at = min(row, {rows} - 1u);",
+                *indent(inner),
+                *(["  workgroupBarrier();"] if self.tree.dirty else []),
+                "}",
+            ]
+        else:
+            lines += [f"let live = first < {rows};", f"let at = min(first, {rows} - 1u);", *inner]
+        w.blocks[0] = lines
+        for m in self.columns:
+            self._close_column(m)
+        grid = (s.groups, 1, 1) if s.groups else fold(-(-self.row_count // s.rows), self.target)
+        kernel = finish(self.g, w, self.layout, w.blocks[0], kernel_name(self.g), "row", threads, grid)
+        out = [kernel]
+        for m in self.columns:
+            out.append(finish_kernel(m, self.partials[m], s.groups * s.rows, self.target))
+        return out
+
+    def _phases(self, at: str) -> None:
+        w, s = self.w, self.schedule
+        decode(w, at, self.layout.loops[0], 1)
+        last = max(self.levels.values(), default=0)
+        self.saved: dict[int, dict[object, str]] = {}
+        for phase in range(1, last + 2):
+            reds = [m for m in self.reductions if self.levels[m] == phase]
+            tail = phase == last + 1
+            wide = [m for m in self.maps if self._wide(m)] if tail else []
+            if reds or wide or (tail and self.columns):
+                self._walk(reds, wide, self.columns if tail else [])
+            if tail:
+                for m in self.maps:
+                    if not self._wide(m):
+                        self._store_narrow(m, w.value(self.bodies[m]))
+
+    def _wide(self, m: Member) -> bool:
+        """Whether a map has an element for each lane, and not one a row."""
+        return any(q >= len(self.g.rows) for q in self.g.axes[m])
+
+    def _walk(self, reds: Sequence[Member], maps: Sequence[Member], columns: Sequence[Member]) -> None:
+        """One pass over the row."""
+        w, s = self.w, self.schedule
+        accs = []
+        for m in reds:
+            vector = self._vector_value(m)
+            name = w.fresh("acc")
+            dtype = m.body.dtype
+            w.line(f"var {name}: {wgsl_type(dtype, vector)} = {identity(w, m.stage.monoid or 'sum', dtype, vector)};", 1)
+            accs.append((m, name, vector))
+        n = w.extent(range(len(self.g.rows), len(self.g.space)), WIDTH if self.vector is not None else 1)
+        if s.chunks:
+            whole = self.n == s.width * s.chunks
+            for c in range(s.chunks):
+                self._chunk(c, n, whole, accs, maps, columns)
+        else:
+            w.open()
+            at = "i"
+            decode(w, at, self.layout.loops[1], 2, self.vector)
+            self._elements(accs, maps, columns, None, "i")
+            inner = w.close()
+            w.line(f"for (var i = {self.position}; i < {n}; i += {s.width}u) {{", 1)
+            w.blocks[1] += [*indent(inner), "}"]
+        if not accs:
+            return
+        values = []
+        for m, name, vector in accs:
+            dtype, monoid = m.body.dtype, m.stage.monoid or "sum"
+            v = w.let(horizontal(monoid, name, dtype), 1) if vector else name
+            values.append((monoid, dtype, v))
+        results = self.tree.reduce(values, 1)
+        for (m, _, _), r in zip(accs, results, strict=True):
+            r = r if r.startswith("r") else w.let(r, 1, "r")
+            w.memo[1][self.g.own_load(m)] = r
+            if m in self.g.stored:
+                self._store_narrow(m, r)
+
+    def _vector_value(self, m: Member) -> bool:
+        return self.vector is not None and bool(self.bodies[m].free >> self.vector & 1)
+
+    def _chunk(
+        self, c: int, n: str, whole: bool, accs: Sequence[tuple[Member, str, bool]], maps: Sequence[Member],
+        columns: Sequence[Member],
+    ) -> None:  # fmt: skip
+        """One element (or vec4) of each lane, unrolled; values keep their names from phase to phase."""
+        w, s = self.w, self.schedule
+        w.open()
+        if c in self.saved:
+            w.memo[-1] = self.saved[c]  # type: ignore[assignment]
+        offset = f"{self.position} + {c * s.width}u" if c else self.position
+        if whole:
+            at = f"i{c}_" if c else self.position
+            if c not in self.saved and c:
+                w.line(f"let {at} = {offset};")
+            inside = None
+        else:
+            at = f"i{c}_"
+            inside = f"in{c}_"
+            if c not in self.saved:
+                w.line(f"let {inside} = {offset} < {n};")
+                w.line(f"let {at} = min({offset}, {n} - 1u);")
+        if c not in self.saved:
+            decode(w, at, self.layout.loops[1], 2, self.vector)
+            self.names = getattr(self, "names", {})
+            self.names[c] = {a: w.names[a] for group in self.layout.loops[1] for a in group if a in w.names}
+        else:
+            for a, name in self.names[c].items():
+                w.axis(a, name, 2)
+        self._elements(accs, maps, columns, inside, at, c)
+        self.saved[c] = w.memo[-1]  # type: ignore[assignment]
+        w.blocks[1] += w.close()
+
+    def _elements(
+        self, accs: Sequence[tuple[Member, str, bool]], maps: Sequence[Member], columns: Sequence[Member],
+        inside: str | None, at: str, chunk: int = 0,
+    ) -> None:  # fmt: skip
+        """What one lane does at one position of its row."""
+        w = self.w
+        for m, name, vector in accs:
+            body = self.bodies[m]
+            monoid, dtype = m.stage.monoid or "sum", body.dtype
+            v = w.splat(body) if vector else w.value(body)
+            if inside:
+                v = f"select({identity(w, monoid, dtype, vector)}, {v}, {inside})"
+            w.line(f"{name} = {combine(monoid, name, v, dtype, vector)};")
+        for m in columns:
+            self._add_column(m, inside, at, chunk)
+        guard = " && ".join(x for x in (inside, self.live) if x)
+        if not maps:
+            return
+        values = [(m, w.splat(self.bodies[m]) if self.vector is not None else w.value(self.bodies[m])) for m in maps]
+        mark = len(w.blocks[-1])
+        for m, v in values:
+            w.store(m.stage, visible(self.layout, self.layout.stores[m]), v, self.bodies[m].dtype, self.vector is not None)
+        if guard:
+            stores = [x for x in w.blocks[-1][mark:] if "] = " in x or x.startswith("atomic")]
+            lets = [x for x in w.blocks[-1][mark:] if x not in stores]
+            w.blocks[-1][mark:] = [*lets, f"if ({guard}) {{", *indent(stores), "}"]
+
+    def _store_narrow(self, m: Member, value: str) -> None:
+        """Store one value a row."""
+        w = self.w
+        mark = len(w.blocks[1])
+        form = visible(self.layout, self.layout.stores[m])
+        w.plain.add(m.stage)
+        w.store(m.stage, form, value, m.body.dtype, False)
+        condition = " && ".join(
+            x for x in (f"{self.position} == 0u" if self.schedule.width > 1 else None, self.live) if x
+        )
+        stores = w.blocks[1][mark:]
+        if condition:
+            keep = [x for x in stores if not ("] = " in x or x.startswith("atomic"))]
+            body = [x for x in stores if x not in keep]
+            w.blocks[1][mark:] = [*keep, f"if ({condition}) {{", *indent(body), "}"]
+
+    # -------------------------------------------------------------- column sums
+
+    def _open_column(self, m: Member) -> None:
+        s = self.schedule
+        self.partials[m] = Scratch(f"{m.stage.name}_partial", "f32", s.groups * s.rows * math.prod(self.g.lanes))
+        if m.body.dtype != "f32":
+            self.partials[m] = Scratch(self.partials[m].name, m.body.dtype, self.partials[m].size)
+        if s.chunks:
+            t = wgsl_type(m.body.dtype, self.vector is not None)
+            for c in range(s.chunks):
+                zero = f"{t}(0)" if self.vector is not None or m.body.dtype != "f32" else "0.0"
+                self.w.line(f"var col{self.columns.index(m)}_{c}: {t} = {zero};", 0)
+
+    def _add_column(self, m: Member, inside: str | None, at: str, chunk: int) -> None:
+        w, s = self.w, self.schedule
+        body = self.bodies[m]
+        v = w.splat(body) if self.vector is not None else w.value(body)
+        vector = self.vector is not None
+        zero = f"{wgsl_type(body.dtype, vector)}(0)"
+        if self.live:
+            v = f"select({zero}, {v}, {self.live})"
+        if s.chunks:
+            name = f"col{self.columns.index(m)}_{chunk}"
+            w.line(f"{name} = {name} + {v};")
+            return
+        buffer, where = self._partial_address(m, at)
+        w.line(f"{buffer}[{where}] = select({buffer}[{where}], {zero}, turn == 0u) + {v};")
+
+    def _partial_address(self, m: Member, at: str) -> tuple[str, str]:
+        w, s = self.w, self.schedule
+        vector = self.vector is not None
+        buffer = w.binding(self.partials[m], vector, True)
+        n = w.extent(range(len(self.g.rows), len(self.g.space)), WIDTH if vector else 1)
+        return buffer, f"first * {n} + {at}"
+
+    def _close_column(self, m: Member) -> None:
+        w, s = self.w, self.schedule
+        if not s.chunks:
+            return
+        n = w.extent(range(len(self.g.rows), len(self.g.space)), WIDTH if self.vector is not None else 1)
+        for c in range(s.chunks):
+            offset = f"{self.position} + {c * s.width}u" if c else self.position
+            buffer, where = self._partial_address(m, f"({offset})")
+            store = f"{buffer}[{where}] = col{self.columns.index(m)}_{c};"
+            w.line(store if self.n == s.width * s.chunks else f"if ({offset} < {n}) {{ {store} }}", 0)
