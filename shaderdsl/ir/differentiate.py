@@ -93,11 +93,11 @@ def _collect(s: Stage, adjoint: _Adjoint) -> Stage:
     if adjoint.cuts:
         ext, groups = (), ()
         for cuts, n in zip(adjoint.cuts, s.shape, strict=True):
-            steps = sorted(cuts | {1}, reverse=True)
-            radices = [hi // lo for hi, lo in zip([n, *steps], steps, strict=False)]
-            radices = [r for r in radices if r != 1] or [1]
-            if n == 0:
-                radices = [0]
+            radices = [0]
+            if n:
+                steps = sorted(cuts | {1}, reverse=True)
+                radices = [hi // lo for hi, lo in zip([n, *steps], steps, strict=False)]
+                radices = [r for r in radices if r != 1] or [1]
             groups += (tuple(range(len(ext), len(ext) + len(radices))),)
             ext += tuple(radices)
     total: Expr | None = None
