@@ -7,17 +7,19 @@ from collections.abc import Callable, Sequence
 from ..errors import CompilerError
 from ..ir import expr as E
 from ..ir.stage import Stage, topo_stages
+from .contract import contract_kernels
 from .map import map_kernels
 from .partition import Group, Partition
 from .program import Kernel, Program
 from .row import row_kernels
+from .scatter import scatter_kernels
 from .target import Target
 
 SCHEDULES: dict[str, Callable[[Group, Target], list[Kernel]]] = {
     "map": map_kernels,
     "row": row_kernels,
-    "contract": row_kernels,
-    "scatter": row_kernels,
+    "contract": contract_kernels,
+    "scatter": scatter_kernels,
 }
 
 
