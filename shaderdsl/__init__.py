@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import errors, random, tree
-from .array import Array
+from .array import Array, asarray
 from .function import Op, compile, grad, jvp, lower, op, spec, value_and_grad, vjp
 from .lowered import Lowered
 from .namespace import *  # noqa: F403
