@@ -113,6 +113,9 @@ class CpuExecutable(Executable):
                 last[binding.tensor] = number
             for stage in kernel.writes:
                 last.setdefault(stage, number)
+            # A member that was taken apart to fit the bindings is evaluated whole here.
+            for stage in kernel.members:
+                last.update((load.data, number) for load in stage.loads)
         kept = given | set(program.outputs)
         self._drop: list[list[Stage]] = [[] for _ in program.kernels]
         for tensor, number in last.items():
