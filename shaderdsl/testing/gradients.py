@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -111,13 +112,16 @@ def differences(
     for d in directions:
         size = max(1.0, float(np.abs(x[d != 0]).max(initial=0.0)))
         unit = size / max(1.0, float(np.abs(d).max()))
-        out.append((d, *_slope(lambda s, d=d: _moved(loss, args, k, x + s * d), unit)))
+        slope, noise = _slope(functools.partial(_along, loss, args, k, x, d), unit)
+        out.append((d, slope, noise))
     return out
 
 
-def _moved(loss: Callable[..., float], args: Arrays, k: int, x: Any) -> float:
+def _along(
+    loss: Callable[..., float], args: Arrays, k: int, x: Any, d: Any, step: float
+) -> float:
     moved = list(args)
-    moved[k] = x
+    moved[k] = x + step * d
     return loss(*moved)
 
 
