@@ -147,7 +147,11 @@ def test_what_is_saved_loads_as_the_same(cpu, family, tmp_path):
     first = json.loads((DATA / family / "config.json").read_text())
     second = json.loads((tmp_path / "copy" / "config.json").read_text())
     assert first["architectures"] == second["architectures"]
-    for key in set(first) & set(second) - {"transformers_version", "n_inner", "max_window_layers"}:
+    for key in set(first) & set(second) - {
+        "transformers_version",
+        "n_inner",
+        "max_window_layers",
+    }:
         assert first[key] == second[key], key
 
 
