@@ -266,9 +266,13 @@ class AdamW(Module):
 
 def _correction(beta: Any, t: Array) -> Array:
     """1 - βᵗ = -expm1(t log β): the difference itself would lose digits for small t."""
-    log = (math.log(beta) if beta else -math.inf) if is_number(beta) else sd.log(beta)
-    if log == -math.inf:
+    if not is_number(beta):
+        log = sd.log(beta)
+    elif beta == 0:
         return asarray(np.float32(1))
+    else:
+        # Of the β that the moments see: then the first step's correction is exact.
+        log = math.log(np.float32(beta))
     correction: Array = -sd.expm1(sd.cast(t, "f32") * log)
     return correction
 
