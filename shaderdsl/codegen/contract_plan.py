@@ -115,7 +115,9 @@ def inner_axis(c: Contraction, loop: Loop) -> int | None:
 def _mode(c: Contraction, factor: Expr, outer: Loop, name: str) -> str:
     """Along which axis a factor is read as vec4: where its largest array is contiguous."""
     best, size = "", -1
-    for x in E.loads(factor):
+    for x in E.values(factor):
+        if x.kind != "load":
+            continue
         form = c.address(x)
         for mode, loop in ((name, outer), ("k", c.k)):
             a = inner_axis(c, loop)

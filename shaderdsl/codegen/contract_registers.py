@@ -88,14 +88,14 @@ class _Tile:
         w.line(f"if (tile >= {w.param(('tiles',), self.count, stem='tiles')}) {{ return; }}")
         across, down = w.param(("across",), self.across, stem="across"), w.param(("down",), self.down, stem="down")
         w.line(f"let n0 = (tile % {across} * {b.x}u + lane % {b.x}u) * {b.tn}u;")
-        w.line(f"let q0 = tile / {across};")
-        w.line(f"let m0 = (q0 % {down} * {b.y}u + lane / {b.x}u) * {b.tm}u;")
-        w.line(f"let q1 = q0 / {down};")
-        batch = "q1"
+        w.line(f"let rest = tile / {across};")
+        w.line(f"let m0 = (rest % {down} * {b.y}u + lane / {b.x}u) * {b.tm}u;")
+        w.line(f"let outer = rest / {down};")
+        batch = "outer"
         if self.splits > 1:
             splits = w.param(("splits",), self.splits, stem="splits")
-            w.line(f"let piece = q1 % {splits};")
-            batch = w.let(f"q1 / {splits}", 0, "q")
+            w.line(f"let piece = outer % {splits};")
+            batch = w.let(f"outer / {splits}", 0, "q")
         self.m_end, self.n_end = w.extent(q for g in c.m for q in g), w.extent(q for g in c.n for q in g)
         w.line(f"if (m0 >= {self.m_end} || n0 >= {self.n_end}) {{ return; }}")
         own = {a: a for g in c.batch for a in g}
@@ -123,7 +123,7 @@ class _Tile:
             self.placed(c.n, at, c.right_mode == "n")
             for at in self.units(c.right_mode == "n", b.tn, "n0", self.n_end, "n")
         ]
-        self.acc = [[f"c{i}_{j}" for j in range(len(columns))] for i in range(b.tm)]
+        self.acc = [[f"c{i}x{j}" for j in range(len(columns))] for i in range(b.tm)]
         kind = "vec4<f32>" if c.right_mode == "n" else "f32"
         head = [f"var {x}: {kind};" for line in self.acc for x in line]
         steps = w.extent([q for g in c.k for q in g], u)
@@ -202,16 +202,16 @@ class _Tile:
             number = w.param(("number",), c.number, "f32", "number")
         for i in range(b.tm):
             w.open()
-            row = self.placed(c.m, f"m_{i}", False, 2)
+            row = self.placed(c.m, f"row{i}", False, 2)
             for j, column in enumerate(columns):
                 w.open()
                 copies = {**row, **column}
                 w.vector = column[axis] if c.wide and axis is not None else None
                 value = self.result(i, j, c.wide)
                 if number or c.number == -1.0:
-                    value = w.let(f"{value} * {number}" if number else f"-{value}", 3, "r")
+                    value = w.let(f"{value} * {number}" if number else f"-{value}", 2, "r")
                 elif not value[0] == "c":
-                    value = w.let(value, 3, "r")
+                    value = w.let(value, 2, "r")
                 for n in c.result:
                     w.local[E.substitute(n, {a: E.index(q) for a, q in copies.items()})] = value
                 for x, body in c.epilogue.items():
@@ -223,8 +223,8 @@ class _Tile:
                 w.line(f"if (n0 + {j * step}u < {self.n_end}) {{")
                 w.blocks[-1] += [*indent(lines), "}"]
             lines = w.close()
-            w.line(f"let m_{i} = m0 + {i}u;")
-            w.line(f"if (m_{i} < {self.m_end}) {{")
+            w.line(f"let row{i} = m0 + {i}u;")
+            w.line(f"if (row{i} < {self.m_end}) {{")
             w.blocks[-1] += [*indent(lines), "}"]
 
     def partial(self, scratch: Scratch) -> None:

@@ -101,6 +101,8 @@ class Writer:
     def fresh(self, stem: str = "t") -> str:
         """A new name."""
         self._counter += 1
+        if stem in "iuf" and self._counter in (8, 16, 32, 64):  # the name of a type
+            self._counter += 1
         return f"{stem}{self._counter}"
 
     def let(self, text: str, depth: int, stem: str = "t") -> str:
@@ -294,7 +296,9 @@ class Writer:
         for t in form.terms:
             if isinstance(t.what, int) and t.what != v:
                 if t.what in self.names:
-                    whole.append(self._term(t, 1)[0])
+                    text, level = self._term(t, 1)
+                    whole.append(text)
+                    depth = max(depth, level)
             else:
                 name = f"({self.names[v]} * 4u" if isinstance(t.what, int) else self.value(t.what)
                 c = "" if t.coefficient == 1 else f" * {self.param(t.key, t.coefficient % 2**32, stem='s')}"
@@ -314,7 +318,14 @@ class Writer:
             return f"sd_half({buffer}[({at}) >> 1u], {at})"
         return self._widen(tensor, f"{buffer}[{at}]", False)
 
+    def _words(self, tensor: Tensor) -> bool:
+        """Whether a vec4 of this tensor moves as two u64."""
+        return self.target.features.wide_words and tensor.dtype != "f16"
+
     def _widen(self, tensor: Tensor, text: str, vector: bool) -> str:
+        if vector and self._words(tensor):
+            text = f"sd_unpack({text})"
+            text = text if tensor.dtype in ("u32", "bool") else f"bitcast<{wgsl_type(tensor.dtype, True)}>({text})"
         if tensor.dtype == "bool":
             return f"({text} != {'vec4<u32>(0u)' if vector else '0u'})"
         if tensor.dtype == "f16":
@@ -367,7 +378,9 @@ class Writer:
 
     def _narrow(self, tensor: Tensor, value: str, vector: bool) -> str:
         if tensor.dtype == "bool":
-            return f"select(vec4<u32>(0u), vec4<u32>(1u), {value})" if vector else f"select(0u, 1u, {value})"
+            value = f"select(vec4<u32>(0u), vec4<u32>(1u), {value})" if vector else f"select(0u, 1u, {value})"
+        if vector and self._words(tensor):
+            return f"sd_pack({value if tensor.dtype in ('u32', 'bool') else f'bitcast<vec4<u32>>({value})'})"
         if tensor.dtype == "f16":
             if self.target.features.f16:
                 return f"{'vec4<f16>' if vector else 'f16'}({value})"
@@ -402,6 +415,8 @@ class Writer:
     def _memory(self, tensor: Tensor, b: _Bound) -> str:
         if tensor.dtype == "f16" and not self.target.features.f16:
             return "vec2<u32>" if b.vector else "atomic<u32>" if b.write else "u32"
+        if b.vector and self._words(tensor):
+            return "vec2<u64>"
         element = _MEMORY[tensor.dtype]
         return f"vec4<{element}>" if b.vector else element
 
@@ -414,7 +429,7 @@ class Writer:
         return tuple(p for _, p in self.params.values())
 
 
-_OWN = ("sd_bits", "sd_half", "sd_half4")
+_OWN = ("sd_bits", "sd_half", "sd_half4", "sd_pack", "sd_unpack")
 
 
 def _own_helpers(code: str) -> list[str]:
@@ -422,6 +437,16 @@ def _own_helpers(code: str) -> list[str]:
     if "sd_bits(" in code:
         # The parameter keeps front ends from evaluating a bitcast to infinity.
         out.append("fn sd_bits(b: u32) -> u32 { return b; }")
+    if "sd_unpack(" in code:
+        out.append(
+            "fn sd_unpack(w: vec2<u64>) -> vec4<u32> {\n"
+            "  return vec4<u32>(u32(w.x & 0xfffffffflu), u32(w.x >> 32u), u32(w.y & 0xfffffffflu), u32(w.y >> 32u));\n}"
+        )
+    if "sd_pack(" in code:
+        out.append(
+            "fn sd_pack(v: vec4<u32>) -> vec2<u64> {\n"
+            "  return vec2<u64>(u64(v.x) | (u64(v.y) << 32u), u64(v.z) | (u64(v.w) << 32u));\n}"
+        )
     if "sd_half(" in code:
         out.append(
             "fn sd_half(w: u32, i: u32) -> f32 { let p = unpack2x16float(w); return select(p.x, p.y, (i & 1u) == 1u); }"
