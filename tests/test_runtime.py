@@ -820,3 +820,16 @@ def test_disk_cache(tmp_path):
     blocked.write_text("")
     DiskCache("wgsl", blocked).put("a", "b")  # Not a folder: ignored.
     assert DiskCache("wgsl", blocked).get("a") is None
+
+
+def test_memory_of_a_cycle_comes_back_alive(device):
+    class Node:
+        pass
+
+    for _ in range(3):
+        node = Node()
+        node.itself, node.buffer = node, device.upload(np.ones(999, np.float32), "f32")
+        del node
+        gc.collect()
+        buffer = device.upload(np.full(999, 2, np.float32), "f32")
+        assert device.download(buffer, (999,), "f32")[0] == 2

@@ -74,9 +74,7 @@ class Allocation:
 
     def __del__(self) -> None:
         # Runs in any thread at any moment, so it takes no lock: appending is atomic.
-        pool = self._pool
-        handle = self.handle if pool.reuse else None
-        pool.returned.append((self.capacity, self.serial, handle))
+        self._pool.returned.append((self.capacity, self.serial))
 
 
 class Pool:
@@ -101,7 +99,11 @@ class Pool:
     ):
         self._create, self.reuse, self._on_trim = create, reuse, on_trim
         self.limit, self.max_bytes = limit, max_bytes
-        self.returned: deque[tuple[int, int, Any]] = deque()
+        self.returned: deque[tuple[int, int]] = deque()
+        # The handles of live allocations, where they are to be used again. A handle
+        # that only its allocation held would be finalised together with it when both
+        # are part of a reference cycle, and come back to the pool dead.
+        self._held: dict[int, Any] = {}
         # Sorted by serial, so that a repeated sequence of requests gets the same
         # memory each time and cached bind groups fit again.
         self._free: dict[int, list[tuple[int, Any]]] = {}
@@ -152,6 +154,8 @@ class Pool:
                     if self._live + self._free_bytes + capacity > self.limit:
                         self._let_go()
                 serial, handle = next(_serials), self._make(capacity, nbytes)
+            if self.reuse:
+                self._held[serial] = handle
             self._live += capacity
             self._peak = max(self._peak, self._live)
             return Allocation(self, handle, capacity, serial)
@@ -181,14 +185,14 @@ class Pool:
     def _collect(self) -> None:
         while self.returned:
             try:
-                capacity, serial, handle = self.returned.popleft()
+                capacity, serial = self.returned.popleft()
             except IndexError:  # Another thread was faster.
                 break
             self._live -= capacity
             if self.reuse:
                 bisect.insort(
                     self._free.setdefault(capacity, []),
-                    (serial, handle),
+                    (serial, self._held.pop(serial)),
                     key=lambda item: item[0],
                 )
                 self._free_bytes += capacity
