@@ -24,9 +24,6 @@ from .nn.safetensors import SafetensorsFile
 
 __all__ = ["TrainConfig", "Trainer", "saved_run"]
 
-#: windows that one call of the evaluation judges
-_JUDGED = 16
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -39,7 +36,7 @@ class TrainConfig:
     batch: int = 4  # sequences a step
     length: int = 64  # bytes a sequence
     peak: float = 4e-3  # the learning rate after the warm-up
-    warmup: int = 40
+    warmup: int = 60
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
@@ -51,10 +48,15 @@ class TrainConfig:
     ffn: int = 172
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "length"):
+        for name in ("steps", "batch", "length", "warmup"):
             if getattr(self, name) < 1:
                 raise ShaderError(f"{name} is {getattr(self, name)}; it must be ≥ 1")
         _ = self.model  # which has sizes of its own to refuse
+
+    @property
+    def rising(self) -> int:
+        """Steps of warm-up: ``warmup``, but at most a tenth of all."""
+        return min(self.warmup, max(1, self.steps // 10))
 
     @property
     def model(self) -> nn.TransformerConfig:
@@ -91,10 +93,11 @@ class Trainer:
         self.history: list[dict[str, float]] = []
         self.model = nn.Transformer.init(config.model, seed=config.seed)
         self.optimiser = optim.AdamW(
-            lr=optim.cosine(config.peak, config.steps, config.warmup),
+            lr=optim.cosine(config.peak, config.steps, config.rising),
             betas=config.betas,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
+            decay=optim.matrices,
         )
         self.state = self.optimiser.init(self.model)
         self._total = _zero()
@@ -146,12 +149,14 @@ class Trainer:
             wanted = max(1, min(len(inputs), sample // self.config.length))
             chosen = np.linspace(0, len(inputs) - 1, wanted).round().astype(int)
             inputs, labels = inputs[chosen], labels[chosen]
-        if short := -len(inputs) % _JUDGED:  # one shape only: one plan only
+        # in batches of the training's shape, whose kernels are compiled already
+        count = self.config.batch
+        if short := -len(inputs) % count:
             inputs = np.pad(inputs, ((0, short), (0, 0)))
             labels = np.pad(labels, ((0, short), (0, 0)), constant_values=-100)
         total = _zero()
-        for at in range(0, len(inputs), _JUDGED):
-            rows = slice(at, at + _JUDGED)
+        for at in range(0, len(inputs), count):
+            rows = slice(at, at + count)
             total = self._judge(self.model, total, inputs[rows], labels[rows])
         return float(total) / int((labels != -100).sum())
 
@@ -163,8 +168,8 @@ class Trainer:
         from safetensors.numpy import save_file
 
         nn.save(self.model, folder)
-        leaves = [np.asarray(leaf) for leaf in tree.leaves(self.state)]
-        named = zip(_leaf_names(len(leaves)), map(np.ascontiguousarray, leaves))
+        leaves = [np.array(leaf) for leaf in tree.leaves(self.state)]
+        named = zip(_leaf_names(len(leaves)), leaves)
         save_file(dict(named), folder / "optimizer.safetensors")
         about = {
             "step": self.step,

@@ -7,9 +7,12 @@ import inspect
 import tempfile
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from ..function import Op
 
 __all__ = ["add_arguments", "run"]
 
@@ -31,46 +34,54 @@ def run(args: argparse.Namespace) -> int:
 
     if args.steps < 0:
         raise UsageError("--steps must not be negative")
-    swiglu = sd.op("... d, ... d -> ... d")(_swiglu)
+    swiglu = _op()
     rng = np.random.default_rng(0)
     gate, up, dy = rng.standard_normal((3, 64, 1000), dtype=np.float32)
 
     _title("An op, written once")
-    print(_source())
+    print(textwrap.dedent(inspect.getsource(swiglu.function)).strip())
     _title("What it compiles to")
-    print(_kernels(sd.lower(swiglu, gate, up)))
+    _kernels(sd.lower(swiglu, gate, up), bindings=True)
     _title("Its derivative, which nobody wrote")
-    print(_kernels(sd.lower(swiglu, gate, up, backward=True)))
+    _kernels(sd.lower(swiglu, gate, up, backward=True), bindings=False)
     _title(f"Checked against NumPy in float64, on {sd.runtime.current().name}")
-    good = _check(sd, swiglu, gate, up, dy)
+    good = _check(swiglu, gate, up, dy)
     if args.steps:
         _title("A transformer made of such ops learns Python's documentation")
         _train(args.steps)
     return 0 if good else 1
 
 
-def _swiglu(gate, up):
-    """silu(gate) · up"""
+def _op() -> Op:
     import shaderdsl as sd
 
-    return sd.silu(gate) * up
+    @sd.op("... d, ... d -> ... d")
+    def swiglu(gate, up):
+        """silu(gate) · up"""
+        return sd.silu(gate) * up
+
+    return swiglu
 
 
 def _title(text: str) -> None:
     print(f"\n── {text} {'─' * max(0, 75 - len(text))}", flush=True)
 
 
-def _source() -> str:
-    lines = inspect.getsource(_swiglu).replace("_swiglu", "swiglu").splitlines()
-    kept = [line for line in lines if "import" not in line and line.strip()]
-    return '@sd.op("... d, ... d -> ... d")\n' + textwrap.dedent("\n".join(kept))
+def _kernels(lowered: Any, bindings: bool) -> None:
+    """The WGSL without the library's own helpers, which `shaderdsl show` prints."""
+    for kernel in lowered.kernels:
+        head, _, main = kernel.wgsl.strip().partition("@compute")
+        if bindings:
+            own = [line for line in head.splitlines() if line.startswith("@group")]
+            print("\n".join(own))
+        print("@compute" + main)
+    count = len(lowered.kernels)
+    print(f"({count} kernel{'s' * (count != 1)})")
 
 
-def _kernels(lowered: Any) -> str:
-    return "\n".join(kernel.wgsl.strip() for kernel in lowered.kernels)
+def _check(swiglu: Op, gate: Any, up: Any, dy: Any) -> bool:
+    import shaderdsl as sd
 
-
-def _check(sd: Any, swiglu: Any, gate: Any, up: Any, dy: Any) -> bool:
     y, pullback = sd.vjp(swiglu, gate, up)
     dgate, dup = pullback(dy)
     g, u, d = (x.astype(np.float64) for x in (gate, up, dy))
@@ -95,7 +106,7 @@ def _train(steps: int) -> None:
     from .train import train
 
     with tempfile.TemporaryDirectory(prefix="shaderdsl_") as folder:
-        config = TrainConfig(steps=steps, warmup=min(20, steps))
+        config = TrainConfig(steps=steps)
         trainer = Trainer(config, data.encode(data.default_text()))
         train(trainer, Path(folder), save_every=steps, judge_every=steps)
         _title("A sample")

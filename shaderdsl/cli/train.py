@@ -35,7 +35,7 @@ OPTIONS: tuple[tuple[str, str, type, str], ...] = (
     ("--batch", "batch", int, "sequences a step"),
     ("--length", "length", int, "bytes a sequence"),
     ("--rate", "peak", float, "peak learning rate"),
-    ("--warmup", "warmup", int, "steps until the peak"),
+    ("--warmup", "warmup", int, "steps until the peak, at most a tenth of all"),
     ("--hidden", "hidden", int, "width of the model"),
     ("--layers", "layers", int, "number of blocks"),
     ("--heads", "heads", int, "query heads"),
@@ -121,7 +121,9 @@ def train(trainer: Trainer, out: Path, save_every: int, judge_every: int) -> int
             if loss is not None and bar.due(step):
                 speed = (step - bar.first) * per_step / bar.seconds
                 note = f"loss {loss:.3f}  {speed:,.0f} bytes/s"
-                bar.update(step, note + (f"  held out {held_out:.3f}" * bool(held_out)))
+                if held_out is not None:
+                    note += f"  held out {held_out:.3f}"
+                bar.update(step, note)
             if step % save_every == 0 and not last:
                 trainer.save(out)
         bar.close()
