@@ -86,6 +86,8 @@ def _scaling(raw: dict[str, Any]) -> RopeScaling | None:
         raise CheckpointError(
             f"rotary scaling {kind!r} is not implemented", cure="linear and llama3 are"
         )
+    if kind == "linear":
+        return RopeScaling(kind=kind, factor=float(about["factor"]))
     first = about.get("original_max_position_embeddings")
     return RopeScaling(
         kind=kind,
