@@ -63,8 +63,7 @@ def column_kernels(g: Group, target: Target) -> list[Kernel]:
     w.blocks[1] += [*indent(inner), "}"]
     partials = {m: Scratch(f"{m.stage.name}_partial", m.body.dtype, shares * n) for m in g.members}
     for m in g.members:
-        buffer = w.binding(partials[m], vector is not None, True)
-        w.line(f"{buffer}[at] = {accs[m]};", 1)
+        w.line(w.write(partials[m], "at", accs[m], vector is not None), 1)
     body_lines = w.close()
     total = w.param(("threads",), shares * threads, stem="threads")
     lines = [*w.blocks[0], f"if (at >= {total}) {{ return; }}", *body_lines]
@@ -91,19 +90,19 @@ def finish_kernel(m: Member, partial: Scratch, shares: int, target: Target) -> K
     vector = n % WIDTH == 0 and stage.dtype != "f16"
     wide = WIDTH if vector else 1
     size = 64
-    source = w.binding(partial, vector, False)
+    w.binding(partial, vector, False)
     out = w.binding(stage, vector, True)
     count = w.param(("n",), n // wide, stem="n")
     parts = w.param(("shares",), shares, stem="shares")
     w.line(f"let i = (group.y * groups.x + group.x) * {size}u + lane;")
     w.line(f"if (i >= {count}) {{ return; }}")
-    w.line(f"var acc: {wgsl_type(dtype, vector)} = {source}[i];")
-    step = combine(monoid, "acc", f"{source}[k * {count} + i]", dtype, vector)
+    w.line(f"var acc: {wgsl_type(dtype, vector)} = {w.read(partial, 'i', vector)};")
+    step = combine(monoid, "acc", w.read(partial, f"k * {count} + i", vector), dtype, vector)
     w.line(f"for (var k = 1u; k < {parts}; k++) {{ acc = {step}; }}")
     if stage.dtype == "f16":
         w._store_one(stage, out, "i", "acc")
     else:
-        w.line(f"{out}[i] = acc;")
+        w.line(w.write(stage, "i", "acc", vector))
     return Kernel(
         name=f"finish_{stage.name}",
         archetype="column",

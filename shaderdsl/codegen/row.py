@@ -284,7 +284,7 @@ class _Row:
         for m, v in values:
             w.store(m.stage, visible(self.layout, self.layout.stores[m]), v, self.bodies[m].dtype, self.vector is not None)
         if guard:
-            stores = [x for x in w.blocks[-1][mark:] if "] = " in x or x.startswith("atomic")]
+            stores = [x for x in w.blocks[-1][mark:] if _is_store(x)]
             lets = [x for x in w.blocks[-1][mark:] if x not in stores]
             w.blocks[-1][mark:] = [*lets, f"if ({guard}) {{", *indent(stores), "}"]
 
@@ -300,7 +300,7 @@ class _Row:
         )
         stores = w.blocks[1][mark:]
         if condition:
-            keep = [x for x in stores if not ("] = " in x or x.startswith("atomic"))]
+            keep = [x for x in stores if not _is_store(x)]
             body = [x for x in stores if x not in keep]
             w.blocks[1][mark:] = [*keep, f"if ({condition}) {{", *indent(body), "}"]
 
@@ -329,15 +329,14 @@ class _Row:
             name = f"col{self.columns.index(m)}_{chunk}"
             w.line(f"{name} = {name} + {v};")
             return
-        buffer, where = self._partial_address(m, at)
-        w.line(f"{buffer}[{where}] = select({buffer}[{where}], {zero}, turn == 0u) + {v};")
+        partial, where = self.partials[m], self._partial_address(at)
+        before = w.read(partial, where, vector)
+        w.line(w.write(partial, where, f"select({before}, {zero}, turn == 0u) + {v}", vector))
 
-    def _partial_address(self, m: Member, at: str) -> tuple[str, str]:
-        w, s = self.w, self.schedule
-        vector = self.vector is not None
-        buffer = w.binding(self.partials[m], vector, True)
-        n = w.extent(range(len(self.g.rows), len(self.g.space)), WIDTH if vector else 1)
-        return buffer, f"first * {n} + {at}"
+    def _partial_address(self, at: str) -> str:
+        lanes = range(len(self.g.rows), len(self.g.space))
+        n = self.w.extent(lanes, WIDTH if self.vector is not None else 1)
+        return f"first * {n} + {at}"
 
     def _close_column(self, m: Member) -> None:
         w, s = self.w, self.schedule
@@ -346,6 +345,12 @@ class _Row:
         n = w.extent(range(len(self.g.rows), len(self.g.space)), WIDTH if self.vector is not None else 1)
         for c in range(s.chunks):
             offset = f"{self.position} + {c * s.width}u" if c else self.position
-            buffer, where = self._partial_address(m, f"({offset})")
-            store = f"{buffer}[{where}] = col{self.columns.index(m)}_{c};"
+            where = self._partial_address(f"({offset})")
+            column = f"col{self.columns.index(m)}_{c}"
+            store = w.write(self.partials[m], where, column, self.vector is not None)
             w.line(store if self.n == s.width * s.chunks else f"if ({offset} < {n}) {{ {store} }}", 0)
+
+
+def _is_store(line: str) -> bool:
+    """Whether a line writes memory (and must stand under the guard)."""
+    return "] = " in line or line.startswith("atomic")

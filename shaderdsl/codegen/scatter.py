@@ -63,10 +63,8 @@ def _link(g: Group, target: Target, links: Scratch, count: int) -> Kernel:
     if m.stage.dtype == "f16" and not target.features.f16:
         raise CompilerError("a scatter of f16 needs the adapter's shader-f16")
     w.line(f"let at = (group.y * groups.x + group.x) * {_SIZE}u + lane;")
-    out = w.binding(m.stage, vector, True)
-    kind = "f16" if m.stage.dtype == "f16" else wgsl_type(m.stage.dtype)
-    zero = f"vec4<{kind}>(0)" if vector else f"{kind}(0)"
-    w.line(f"if (at < {w.param(('zeros',), zeros, stem='zeros')}) {{ {out}[at] = {zero}; }}")
+    clear = w.write(m.stage, "at", f"{wgsl_type(m.body.dtype, vector)}(0)", vector)
+    w.line(f"if (at < {w.param(('zeros',), zeros, stem='zeros')}) {{ {clear} }}")
     n = w.param(("count",), count, stem="count")
     w.open()
     w.base = 1

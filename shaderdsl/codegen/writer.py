@@ -352,6 +352,18 @@ class Writer:
             args = [self.let(a, level, "c") if re.match(r"[\d(tf]", a) else a for a in args]
         return self.let(spell(n.data, args, n.args[0].dtype, vector), level, "b" if n.dtype == "bool" else "t")
 
+    def read(self, tensor: Tensor, at: str, vector: bool) -> str:
+        """The text that reads one place of a tensor (a vec4 of it)."""
+        buffer = self.binding(tensor, vector, False)
+        if vector:
+            return self._widen(tensor, f"{buffer}[{at}]", True)
+        return self._element(tensor, buffer, at)
+
+    def write(self, tensor: Tensor, at: str, value: str, vector: bool) -> str:
+        """The statement that writes one place of a tensor (a vec4 of it)."""
+        buffer = self.binding(tensor, vector, True)
+        return f"{buffer}[{at}] = {self._narrow(tensor, value, vector)};"
+
     # -------------------------------------------------------------- stores
 
     def store(self, tensor: Tensor, form: Address, value: str, dtype: str, vector: bool, label: str | None = None) -> None:

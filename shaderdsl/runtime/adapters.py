@@ -107,6 +107,7 @@ def _describe(adapter: Any, number: int) -> DeviceInfo:
         family="software" if software else "gpu",
         limits=Limits(**{k: int(adapter.limits[v]) for k, v in LIMIT_NAMES.items()}),
         features=Features(
+            wide_words=software and "shader-int64" in have,
             f16="shader-f16" in have,
             subgroups="subgroup" in have,
             timestamps="timestamp-query" in have,

@@ -63,6 +63,7 @@ class WgpuDevice(Device):
         features = [
             name
             for name, have in [
+                ("shader-int64", wanted.wide_words),
                 ("shader-f16", wanted.f16),
                 ("subgroup", wanted.subgroups),
                 ("subgroup-barrier", "subgroup-barrier" in adapter.features),
