@@ -57,7 +57,7 @@ def choose(rows: int, n: int, columns: bool, phases: int, target: Target) -> Row
     if target.family == "software":
         # Loads cost most and barriers little: a lane takes several elements and keeps them.
         width = 1
-        while width < 32 and n > width * 8:
+        while width < 64 and n > width * 8:
             width *= 2
         chunks = _power(-(-n // width)) if n <= width * 8 else 0
         size = max(1, 64 // width) if not columns else 1
