@@ -115,8 +115,9 @@ class KVCache:
         for at in range(0, count, CHUNK):
             piece = host[:, at : at + CHUNK]
             n = piece.shape[1]
-            if 1 < n < CHUNK:
-                piece = np.pad(piece, ((0, 0), (0, CHUNK - n)), mode="edge")
+            full = min(CHUNK, limit - self.length)  # padding has positions too
+            if 1 < n < full:
+                piece = np.pad(piece, ((0, 0), (0, full - n)), mode="edge")
             logits, self._keys, self._values = _advance(
                 model, self._keys, self._values, piece, self.length, n - 1, last
             )
