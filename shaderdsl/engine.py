@@ -9,6 +9,7 @@ from typing import Any
 
 from .codegen.lower import lower as lower_graph
 from .codegen.program import Program
+from .ir import verify
 from .ir.stage import Stage, input_stage, topo_stages
 from .runtime import current as current_device
 
@@ -50,9 +51,11 @@ class Plan:
                 cure="pass it as an argument; do not keep symbolic arrays outside of the function that made them",
             )
         self.outs = tuple(outs)
+        verify.check(outs, "before the partition")
         self.program: Program = lower_graph(
             outs, self.device.target, inputs=(*inputs, *captured), donated=donated
         )
+        verify.check([s for k in self.program.kernels for s in k.members], "after the partition")
         self.executable = self.device.build(self.program)
 
     def __call__(self, buffers: Sequence[Any], scalars: dict[str, Any]) -> list[Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from ..errors import CompilerError
 from . import expr as E
+from . import verify
 from .expr import Expr
 from .indexmap import Affine, affine, digits, merge, split
 from .primitives import PRIMITIVES
@@ -71,7 +72,9 @@ def vjp(
         a = result[s] = _collect(s, adjoints[s])
         if s.body is not None:
             _pull_stage(s, a, dep, adjoints)
-    return [_narrow(result.get(s), s) for s in wrt]
+    found = [_narrow(result.get(s), s) for s in wrt]
+    verify.check([s for s in found if s is not None], "after the derivative")
+    return found
 
 
 def _narrow(adjoint: Stage | None, s: Stage) -> Stage | None:
@@ -301,7 +304,9 @@ def jvp(outs: Sequence[Stage], wrt: Sequence[Stage], tangents: Sequence[Stage]) 
         t = _push(s, dep, tangent)
         if t is not None:
             tangent[s] = t
-    return [_narrow(tangent.get(s), s) for s in outs]
+    found = [_narrow(tangent.get(s), s) for s in outs]
+    verify.check([s for s in found if s is not None], "after the derivative")
+    return found
 
 
 def _push(s: Stage, dep: set[Stage], tangent: dict[Stage, Stage]) -> Stage | None:

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from .stage import Stage
 
 _INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "mulz": "*", "div": "/", "floordiv": "//", "mod": "%", "lt": "<", "le": "<=",
-    "eq": "==", "ne": "!=", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
+    "add": "+", "sub": "-", "mul": "*", "mulz": "*", "div": "/", "floordiv": "//",
+    "mod": "%", "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|",
+    "xor": "^", "shl": "<<", "shr": ">>",
 }  # fmt: skip
 
 
@@ -22,15 +23,13 @@ def axis_name(a: int) -> str:
 
 
 def show(root: Expr, limit: int = 2000) -> str:
-    """An expression in infix form. Shared parts are written out; a very large one is cut off."""
+    """An expression in infix form: shared parts written out, a large one cut off."""
     text: dict[Expr, str] = {}
     for n in topo(root):
         a = [text[x] for x in n.args]
         if n.kind == "index":
             t = axis_name(n.data)
-        elif n.kind in ("const", "size"):
-            t = str(n.data)
-        elif n.kind == "scalar":
+        elif n.kind in ("const", "size", "scalar"):
             t = str(n.data)
         elif n.kind == "load":
             t = f"{n.data.name}#{n.data.id}[{', '.join(a)}]"
@@ -44,18 +43,22 @@ def show(root: Expr, limit: int = 2000) -> str:
     return text[root]
 
 
+def show_stage(s: Stage) -> str:
+    """One stage on one line."""
+    head = f"{s.name}#{s.id}: {s.dtype}{list(s.shape)}"
+    if s.body is None:
+        return f"{head} = input"
+    axes = ", ".join(f"{axis_name(a)}<{n}" for a, n in enumerate(s.space))
+    red = ""
+    if s.monoid:
+        over = ", ".join(axis_name(len(s.ext) + k) for k in range(len(s.rext)))
+        red = f"{s.monoid}[{over}] "
+    where = f"   # {s.loc}" if s.loc else ""
+    return f"{head} = [{axes}] {red}{show(s.body)}{where}"
+
+
 def show_graph(outs: Iterable[Stage]) -> str:
     """A graph, one stage a line, producers first."""
     from .stage import topo_stages
 
-    lines = []
-    for s in topo_stages(outs):
-        head = f"{s.name}#{s.id}: {s.dtype}{list(s.shape)}"
-        if s.kind == "input":
-            lines.append(f"{head} = input")
-            continue
-        assert s.body is not None
-        axes = ", ".join(f"{axis_name(a)}<{n}" for a, n in enumerate(s.space))
-        red = f"{s.monoid}[{', '.join(axis_name(len(s.ext) + k) for k in range(len(s.rext)))}] " if s.monoid else ""
-        lines.append(f"{head} = [{axes}] {red}{show(s.body)}" + (f"   # {s.loc}" if s.loc else ""))
-    return "\n".join(lines)
+    return "\n".join(show_stage(s) for s in topo_stages(outs))

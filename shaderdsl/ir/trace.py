@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import AxisError, DTypeError, ReductionError, ShapeError, TraceError
 from . import expr as E
 from . import signature as S
+from . import verify
 from .bounds import HostCheck, check_ranges
 from .expr import Expr
 from .indexmap import Affine, merge
@@ -303,6 +304,7 @@ def run(
             _result(r, dims, trace, name, half, function)
             for r, dims in zip(results if many else (results,), sig.outputs, strict=True)
         ]
+        verify.check(stages, "after tracing")
         return stages, trace.checks, many
     finally:
         _current.reset(token)
