@@ -76,7 +76,7 @@ class Transformer(Module):
         """Random weights from the host; each depends on the seed and its name alone.
 
         Matrices are normal with variance 1 / inputs, those that write to the residual
-        stream smaller by √(2 · layers); embeddings and head have deviation 0.02.
+        stream smaller by √(2 · layers); embeddings have deviation 0.02.
         """
 
         def make(path: str, shape: tuple[int, ...], role: str) -> Array:
@@ -246,7 +246,7 @@ def build(config: TransformerConfig, make: Make) -> Transformer:
         Embedding(make("embed_tokens.weight", table, "embedding")),
         tuple(blocks),
         norm("norm"),
-        None if c.tied_head else Linear(make("lm_head.weight", table, "embedding")),
+        None if c.tied_head else Linear(make("lm_head.weight", table, "linear")),
         Embedding(make("embed_positions.weight", places, "embedding"))
         if learned
         else None,
