@@ -13,6 +13,7 @@ from .partition import Group, Partition
 from .program import Kernel, Program
 from .row import row_kernels
 from .scatter import scatter_kernels
+from .split import split_long
 from .target import Target
 
 SCHEDULES: dict[str, Callable[[Group, Target], list[Kernel]]] = {
@@ -37,6 +38,7 @@ def lower(
         inputs: the graph's inputs, in the order in which their buffers will be given.
         donated: positions of inputs whose memory may be reused.
     """
+    outs = split_long(outs, target)
     partition = Partition(outs, target)
     kernels: list[Kernel] = []
     for g in partition.groups:

@@ -357,6 +357,28 @@ def inline_load(node: Expr, args: Sequence[Expr], extents: Any) -> Expr:
     return E.substitute(stage.body, axes)
 
 
+def reduce_stage(
+    ext: Sequence[int], rext: Sequence[int], monoid: str, body: Expr, name: str, loc: str | None
+) -> Stage:
+    """A reduction as it stands: axes of the body are positions in ``ext + rext``."""
+    return _intern("reduce", ext, rext, monoid, body, None, body.dtype, name, loc)
+
+
+def retarget(s: Stage, new: dict[Stage, Stage]) -> Stage:
+    """The same stage, loading ``new[t]`` in place of t."""
+    if s.body is None or all(new.get(n.data, n.data) is n.data for n in s.loads):
+        return s
+
+    def leaf(n: Expr, args: tuple[Expr, ...]) -> Expr:
+        if n.kind == "load":
+            return _reload(n, new.get(n.data, n.data), args)
+        return E.rebuild(n, args) if args else n
+
+    return _intern(
+        s.kind, s.ext, s.rext, s.monoid, E.rewrite(s.body, leaf), s.groups, s.dtype, s.name, s.loc
+    )
+
+
 def _reload(n: Expr, stage: Stage, args: Sequence[Expr]) -> Expr:
     node = E.load(stage, args)
     node.loc, node.label = node.loc or n.loc, node.label or n.label
@@ -367,16 +389,6 @@ def rebind(outs: Sequence[Stage], given: dict[Stage, Stage]) -> list[Stage]:
     """The same graph with some stages (placeholders) replaced by others of equal shape."""
     new: dict[Stage, Stage] = dict(given)
     for s in topo_stages(outs, stop=given):
-        if s in new:
-            continue
-        if s.body is None or all(new[n.data] is n.data for n in s.loads):
-            new[s] = s
-            continue
-        body = E.rewrite(
-            s.body,
-            lambda n, args: _reload(n, new[n.data], args)
-            if n.kind == "load"
-            else (E.rebuild(n, args) if args else n),
-        )
-        new[s] = _intern(s.kind, s.ext, s.rext, s.monoid, body, s.groups, s.dtype, s.name, s.loc)
+        if s not in new:
+            new[s] = retarget(s, new)
     return [new[s] for s in outs]
