@@ -120,10 +120,14 @@ def load(stage: Any, indices: Iterable[Expr]) -> Expr:
     idx = tuple(indices)
     if len(idx) != len(stage.shape):
         raise CompilerError(f"a load of {stage} has {len(idx)} indices for shape {stage.shape}")
+    dtype = "f32" if stage.dtype == "f16" else stage.dtype
+    # Nothing can be read from an empty array, so that no kernel ever has to bind one.
+    if 0 in stage.shape:
+        return const(0, dtype)
     free = 0
     for i in idx:
         free |= i.free
-    return _make("load", idx, stage, "f32" if stage.dtype == "f16" else stage.dtype, free, stage)
+    return _make("load", idx, stage, dtype, free, stage)
 
 
 # ------------------------------------------------------------------ application
