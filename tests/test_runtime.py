@@ -276,7 +276,7 @@ def test_lifetimes_never_overlap():
             assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
         for number, k in enumerate(kernels):
             assert len(set(memory.bindings[number])) == len(k.bindings)
-            for slot, b in zip(memory.bindings[number], k.bindings):
+            for (slot, _), b in zip(memory.bindings[number], k.bindings):
                 have = buffers.size_class(memory.slots[slot].nbytes)
                 assert have >= b.tensor.nbytes
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -114,6 +115,9 @@ class Program:
         donated: positions of inputs whose memory may be reused after their last use.
         scalars: ``(name, dtype)`` of the runtime numbers.
         log: decisions, for people.
+        places: tensors that lie inside of another one: ``(parent, first element)``.
+            A parent may be placed itself, may be an input, or may be a stage of no
+            graph (an arena), which is nothing but memory.
     """
 
     kernels: tuple[Kernel, ...]
@@ -122,3 +126,6 @@ class Program:
     donated: frozenset[int]
     scalars: tuple[tuple[str, str], ...]
     log: tuple[str, ...]
+    places: Mapping[Stage, tuple[Stage, int]] = field(
+        default_factory=dict, compare=False
+    )

@@ -62,15 +62,27 @@ class Allocation:
         handle: the backend's object (a wgpu buffer, or an ndarray).
         capacity: its size in bytes.
         serial: a number that names this memory for as long as it exists.
-        shared: whether several buffers show it, so that none may be written in place.
+        shared: whether several buffers show the same bytes, so that none may be
+            written in place.
+        parts: ``(offset, nbytes)`` of each buffer of an arena, by offset; None where
+            one buffer has it all.  Parts do not overlap, so that each may be written.
     """
 
-    __slots__ = ("__weakref__", "_pool", "capacity", "handle", "serial", "shared")
+    __slots__ = (
+        "__weakref__",
+        "_pool",
+        "capacity",
+        "handle",
+        "parts",
+        "serial",
+        "shared",
+    )
 
     def __init__(self, pool: Pool, handle: Any, capacity: int, serial: int):
         self._pool = pool
         self.handle, self.capacity, self.serial = handle, capacity, serial
         self.shared = False
+        self.parts: tuple[tuple[int, int], ...] | None = None
 
     def __del__(self) -> None:
         # Runs in any thread at any moment, so it takes no lock: appending is atomic.

@@ -111,6 +111,9 @@ class CpuExecutable(Executable):
         for number, kernel in enumerate(program.kernels):
             for binding in kernel.bindings:
                 last[binding.tensor] = number
+            # Of an arena the kernel binds the whole, and here there are only parts.
+            for stage in kernel.members:
+                last.update((load.data, number) for load in stage.loads)
             for stage in kernel.writes:
                 last.setdefault(stage, number)
             # A member that was taken apart to fit the bindings is evaluated whole here.

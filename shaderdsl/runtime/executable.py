@@ -15,9 +15,10 @@ from wgpu.backends.wgpu_native import ffi, lib
 from ..codegen.program import Kernel, Program
 from ..errors import CompilerError
 from . import profiling
-from .buffers import Allocation, Buffer, bound_bytes
+from .arenas import Copy, Memory, gather
+from .buffers import Buffer, bound_bytes
 from .device import Executable
-from .plan import MemoryPlan, check_limits, pack_params, plan_memory
+from .plan import MemoryPlan, Place, check_limits, pack_params, plan_memory
 
 if TYPE_CHECKING:
     from .wgpu_device import WgpuDevice
@@ -53,6 +54,9 @@ class WgpuExecutable(Executable):
         check_limits(program, device.target.limits)
         self.device, self.program = device, program
         self._plans = {program.donated: plan_memory(program, program.donated)}
+        # What belongs to an arena is looked at by `gather` alone.
+        arenas = self._plans[program.donated].arenas
+        self._loose = program.donated - {part[0] for a in arenas for part in a.parts}
         self._block = pack_params(
             program.kernels, device.target.limits.uniform_alignment
         )
@@ -91,12 +95,13 @@ class WgpuExecutable(Executable):
                     f"{stage.nbytes} B"
                 )
         words = self._block.fill(scalars or {})
-        donated = self._donated(inputs)
+        seen = Counter(buffer.key[0] for buffer in inputs)
+        donated = self._donated(inputs, seen)
         plan = self._plan(donated)
-        memory = self._memory(plan, inputs)
+        memory, copies = self._memory(plan, inputs, seen)
         try:
             groups = self._bind(plan, memory)
-            seconds = self._run(groups, words)
+            seconds = self._run(groups, words, copies)
         except wgpu.GPUError as error:
             raise device.translate(error, "a launch") from error
         if profiling.active():
@@ -115,18 +120,17 @@ class WgpuExecutable(Executable):
             for cache in self._groups:
                 cache.clear()
 
-    def _donated(self, inputs: Sequence[Buffer]) -> frozenset[int]:
+    def _donated(self, inputs: Sequence[Buffer], seen: Counter[int]) -> frozenset[int]:
         """Donated inputs whose memory nobody else sees in this call."""
         donated = self.program.donated
-        if not donated:
-            return donated
-        seen = Counter(buffer.key[0] for buffer in inputs)
-        usable = [
+        refused = [
             i
-            for i in donated
-            if seen[inputs[i].key[0]] == 1 and not inputs[i].allocation.shared
+            for i in self._loose
+            if seen[inputs[i].key[0]] != 1
+            or inputs[i].allocation.shared
+            or inputs[i].allocation.parts is not None
         ]
-        return donated if len(usable) == len(donated) else frozenset(usable)
+        return donated.difference(refused) if refused else donated
 
     def _plan(self, donated: frozenset[int]) -> MemoryPlan:
         plan = self._plans.get(donated)
@@ -135,24 +139,28 @@ class WgpuExecutable(Executable):
         return plan
 
     def _memory(
-        self, plan: MemoryPlan, inputs: Sequence[Buffer]
-    ) -> list[tuple[Allocation, int]]:
-        """``(allocation, offset)`` of every slot.
+        self, plan: MemoryPlan, inputs: Sequence[Buffer], seen: Counter[int]
+    ) -> tuple[list[Memory], list[Copy]]:
+        """``(allocation, offset)`` of every slot, and what to copy there first.
 
         Temporaries are asked for first: they come back at once, so they get the same
         memory in each call, while outputs change with what the caller keeps.
         """
         memory: list[Any] = [(b.allocation, b.offset) for b in inputs]
         memory += [None] * (len(plan.slots) - len(inputs))
+        copies: list[Copy] = []
+        for arena in plan.arenas:
+            memory[arena.slot], more = gather(
+                arena, inputs, self.program.donated, seen, self.device.pool
+            )
+            copies += more
         for kind in ("temp", "output"):
             for i, slot in enumerate(plan.slots):
                 if slot.kind == kind:
                     memory[i] = (self.device.pool.acquire(slot.nbytes), 0)
-        return memory
+        return memory, copies
 
-    def _bind(
-        self, plan: MemoryPlan, memory: list[tuple[Allocation, int]]
-    ) -> list[Any]:
+    def _bind(self, plan: MemoryPlan, memory: list[Memory]) -> list[Any]:
         """The bind group of each step."""
         keys = tuple((a.serial, offset) for a, offset in memory)
         with self._lock:
@@ -162,12 +170,15 @@ class WgpuExecutable(Executable):
                 return groups
         groups = []
         for step, cache in zip(self._steps, self._groups):
-            slots = plan.bindings[step.number]
-            key = tuple(keys[slot] for slot in slots)
+            bound = [
+                (memory[slot][0], memory[slot][1] + offset)
+                for slot, offset in plan.bindings[step.number]
+            ]
+            key = tuple((a.serial, offset) for a, offset in bound)
             with self._lock:
                 group = cache.get(key)
             if group is None:
-                group = self._group(step, [memory[slot] for slot in slots])
+                group = self._group(step, bound)
                 with self._lock:
                     cache[key] = group
                     if len(cache) > KEEP_GROUPS:
@@ -179,7 +190,7 @@ class WgpuExecutable(Executable):
                 self._sets.popitem(last=False)
         return groups
 
-    def _group(self, step: _Step, memory: list[tuple[Allocation, int]]) -> Any:
+    def _group(self, step: _Step, memory: list[Memory]) -> Any:
         entries = []
         for binding, (allocation, offset) in zip(step.kernel.bindings, memory):
             # Only next to the device's largest buffer is there less room.
@@ -199,7 +210,9 @@ class WgpuExecutable(Executable):
             ],
         )
 
-    def _run(self, groups: list[Any], words: bytes) -> list[float] | None:
+    def _run(
+        self, groups: list[Any], words: bytes, copies: list[Copy]
+    ) -> list[float] | None:
         """Launch; returns each step's device time in seconds if that was asked for."""
         if not self._steps:
             return None
@@ -207,9 +220,11 @@ class WgpuExecutable(Executable):
             seconds: list[float] = []
             for start in range(0, len(groups), MAX_QUERIES // 2):
                 stop = start + MAX_QUERIES // 2
-                seconds += self._run_timed(start, groups[start:stop], words)
+                seconds += self._run_timed(start, groups[start:stop], words, copies)
+                copies = []
             return seconds
         encoder = self.device.gpu.create_command_encoder()
+        _encode(encoder, copies)
         compute = encoder.begin_compute_pass()
         # The C functions themselves: wgpu-py's methods cost five times as much.  What
         # goes wrong here is reported when the encoder finishes.
@@ -236,7 +251,9 @@ class WgpuExecutable(Executable):
 
         self.device.submit([commands], before=write)
 
-    def _run_timed(self, start: int, groups: list[Any], words: bytes) -> list[float]:
+    def _run_timed(
+        self, start: int, groups: list[Any], words: bytes, copies: list[Copy]
+    ) -> list[float]:
         """Each step in a pass of its own between two timestamps; waits for the end."""
         gpu, count = self.device.gpu, 2 * len(groups)
         queries = gpu.create_query_set(type="timestamp", count=count)
@@ -245,6 +262,7 @@ class WgpuExecutable(Executable):
             usage=wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC,
         )
         encoder = gpu.create_command_encoder()
+        _encode(encoder, copies)
         for i, group in enumerate(groups):
             step = self._steps[start + i]
             compute = encoder.begin_compute_pass(
@@ -270,20 +288,52 @@ class WgpuExecutable(Executable):
         self,
         plan: MemoryPlan,
         inputs: Sequence[Buffer],
-        memory: list[tuple[Allocation, int]],
+        memory: list[Memory],
         donated: frozenset[int],
     ) -> list[Buffer]:
         """A buffer for each output; memory that appears twice is marked as shared."""
-        made: dict[int, Buffer] = {}
+        made: dict[Place, Buffer] = {}
         results = []
-        for slot, stage in zip(plan.outputs, self.program.outputs):
-            if slot in made:
-                results.append(made[slot].alias())
+        for place, stage in zip(plan.outputs, self.program.outputs):
+            slot, offset = place
+            if place in made:
+                results.append(made[place].alias())
                 continue
             if slot < len(inputs) and slot not in donated:
-                made[slot] = inputs[slot].alias()
+                made[place] = inputs[slot].alias()
             else:
-                allocation, offset = memory[slot]
-                made[slot] = Buffer(self.device, allocation, stage.nbytes, offset)
-            results.append(made[slot])
+                allocation, start = memory[slot]
+                made[place] = Buffer(
+                    self.device, allocation, stage.nbytes, start + offset
+                )
+            results.append(made[place])
+        self._note_parts(plan, made, memory, len(inputs))
         return results
+
+    def _note_parts(
+        self,
+        plan: MemoryPlan,
+        made: Mapping[Place, Buffer],
+        memory: list[Memory],
+        given: int,
+    ) -> None:
+        """Tell allocations which of their bytes belong to whom."""
+        parts: dict[int, list[tuple[int, int]]] = {}
+        for (slot, _), buffer in made.items():
+            if buffer.nbytes and (slot >= given or slot in plan.reused):
+                parts.setdefault(slot, []).append((buffer.offset, buffer.nbytes))
+        # An input that was written in place has the part that it had.
+        for arena in plan.arenas:
+            if len(arena.parts) == 1 and memory[arena.slot][0].parts is not None:
+                parts.pop(arena.slot, None)
+        for slot, found in parts.items():
+            alone = len(found) == 1 and found[0][0] == 0
+            memory[slot][0].parts = None if alone else tuple(sorted(found))
+
+
+def _encode(encoder: Any, copies: list[Copy]) -> None:
+    for copy in copies:
+        (source, start), (target, offset) = copy.source, copy.target
+        encoder.copy_buffer_to_buffer(
+            source.handle, start, target.handle, offset, copy.nbytes
+        )

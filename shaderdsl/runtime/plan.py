@@ -4,6 +4,10 @@ Tensors of a program live in *slots*; one slot is one piece of memory.  Tensors 
 lifetimes do not meet share a slot.  A tensor lives from the first kernel that binds it
 to the last one, both included, so two tensors of one kernel never share: reading and
 writing one buffer in a single dispatch is refused by WebGPU.
+
+A tensor with a place (see `Program.places`) lies inside of its *home*, which lives as
+long as any of its parts.  A home that holds inputs is an `Arena`: a call uses the
+inputs' own memory if they lie there just so already, and else copies them together.
 """
 
 from __future__ import annotations
@@ -11,11 +15,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
-from ..codegen.program import Kernel, Param, Program, Tensor
+from ..codegen.program import ITEM_BYTES, Kernel, Param, Program, Tensor
 from ..codegen.target import Limits
 from ..errors import CompilerError, DTypeError, LimitError
 from .buffers import size_class
+
+if TYPE_CHECKING:
+    from ..ir.stage import Stage
 
 _RANGES = {"i32": (-(1 << 31), 1 << 31), "u32": (0, 1 << 32)}
 
@@ -25,8 +33,9 @@ class Slot:
     """One piece of memory during a call.
 
     Attributes:
-        kind: ``"input"`` (given by the caller), ``"output"`` (kept by the caller) or
-            ``"temp"`` (back to the pool after the call).
+        kind: ``"input"`` (given by the caller), ``"arena"`` (put together from inputs),
+            ``"output"`` (kept by the caller) or ``"temp"`` (back to the pool after the
+            call).
         nbytes: its size.
         busy: pairs of first and last kernel between which it holds a tensor.
     """
@@ -40,21 +49,44 @@ class Slot:
         return all(last < a or b < first for a, b in self.busy)
 
 
+#: A slot, and an offset in it in bytes.
+Place: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Memory in which inputs lie side by side.
+
+    Attributes:
+        slot: its slot.
+        nbytes: its size.
+        parts: ``(position, offset, nbytes)`` of each input, by offset.
+        written: whether kernels write to it.
+    """
+
+    slot: int
+    nbytes: int
+    parts: tuple[tuple[int, int, int], ...]
+    written: bool
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Where every tensor lives.
 
     Attributes:
-        slots: the inputs in argument order, then outputs and temporaries.
-        bindings: for each kernel the slot of each binding.
-        outputs: for each output its slot.
+        slots: the inputs in argument order, then arenas, outputs and temporaries.
+        bindings: for each kernel the place of each binding.
+        outputs: for each output its place.
         reused: input slots whose memory an output took over.
+        arenas: what inputs are put together in.
     """
 
     slots: tuple[Slot, ...]
-    bindings: tuple[tuple[int, ...], ...]
-    outputs: tuple[int, ...]
+    bindings: tuple[tuple[Place, ...], ...]
+    outputs: tuple[Place, ...]
     reused: frozenset[int]
+    arenas: tuple[Arena, ...]
 
 
 def plan_memory(program: Program, donated: frozenset[int]) -> MemoryPlan:
@@ -67,21 +99,33 @@ def plan_memory(program: Program, donated: frozenset[int]) -> MemoryPlan:
         CompilerError: a tensor is read before it is written, an input is written that
             was not donated, or an output is never written.
     """
-    first, last = _lifetimes(program, donated)
+    homes = Homes(program)
+    first, last = _lifetimes(program, homes, donated)
     end = len(program.kernels)
     place: dict[Tensor, int] = {}
     slots: list[Slot] = []
+    given: dict[Tensor, int] = {}
     for position, stage in enumerate(program.inputs):
-        place.setdefault(stage, position)
-        stop = last.get(stage, -1) if position in donated else end
+        given.setdefault(stage, position)
+        in_arena = homes.of(stage)[0] in homes.parts
+        if not in_arena:
+            place.setdefault(stage, position)
+        stop = last.get(stage, -1) if position in donated and not in_arena else end
         if stage in program.outputs:
             stop = end
         slots.append(Slot("input", stage.nbytes, [(-1, stop)]))
+    arenas = []
+    for home, parts in homes.parts.items():
+        place[home] = len(slots)
+        slots.append(Slot("arena", home.nbytes, [(-1, end)]))
+        arenas.append(
+            Arena(place[home], home.nbytes, tuple(parts), home in homes.written)
+        )
     reused: set[int] = set()
 
     fresh = [t for t in first if t not in place]
-    outputs: list[Tensor] = []
-    outputs += [t for t in dict.fromkeys(program.outputs) if t not in place]
+    outputs = dict.fromkeys(homes.of(stage)[0] for stage in program.outputs)
+    outputs = {t: None for t in outputs if t not in place}
     # The earliest first: the later an output is written, the more memory is free.
     for tensor in sorted(outputs, key=lambda t: first.get(t, end)):
         # An empty output has no kernel.
@@ -120,15 +164,57 @@ def plan_memory(program: Program, donated: frozenset[int]) -> MemoryPlan:
             slots.append(Slot("temp", tensor.nbytes))
         slots[place[tensor]].busy.append(span)
 
+    def at(tensor: Tensor) -> Place:
+        home, offset = homes.of(tensor)
+        return place[home], offset
+
     return MemoryPlan(
         slots=tuple(slots),
         bindings=tuple(
-            tuple(place[b.tensor] for b in kernel.bindings)
-            for kernel in program.kernels
+            tuple(at(b.tensor) for b in kernel.bindings) for kernel in program.kernels
         ),
-        outputs=tuple(place[stage] for stage in program.outputs),
+        # An input that is an output too is given back as it came.
+        outputs=tuple(
+            (given[stage], 0) if stage in given else at(stage)
+            for stage in program.outputs
+        ),
         reused=frozenset(reused),
+        arenas=tuple(arenas),
     )
+
+
+class Homes:
+    """Where tensors lie when places in places are followed to the end.
+
+    Attributes:
+        parts: for each home that holds inputs ``(position, offset, nbytes)`` of them.
+        written: the homes that kernels write.
+    """
+
+    def __init__(self, program: Program):
+        self._places: Mapping[Tensor, tuple[Stage, int]] = dict(program.places)
+        self.parts: dict[Tensor, list[tuple[int, int, int]]] = {}
+        homes = {self.of(stage)[0] for stage in self._places}
+        for position, stage in enumerate(program.inputs):
+            home, offset = self.of(stage)
+            if home in homes:
+                self.parts.setdefault(home, []).append((position, offset, stage.nbytes))
+        for parts in self.parts.values():
+            parts.sort(key=lambda part: part[1])
+        self.written = {
+            self.of(binding.tensor)[0]
+            for kernel in program.kernels
+            for binding in kernel.bindings
+            if binding.access == "read_write"
+        }
+
+    def of(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """The home of a tensor, and its offset there in bytes."""
+        offset = 0
+        while tensor in self._places:
+            tensor, start = self._places[tensor]
+            offset += start * ITEM_BYTES[tensor.dtype]
+        return tensor, offset
 
 
 def _room(nbytes: int) -> int:
@@ -140,31 +226,36 @@ def _room(nbytes: int) -> int:
 
 
 def _lifetimes(
-    program: Program, donated: frozenset[int]
+    program: Program, homes: Homes, donated: frozenset[int]
 ) -> tuple[dict[Tensor, int], dict[Tensor, int]]:
-    """First and last kernel of every tensor, with the checks of `plan_memory`."""
+    """First and last kernel of every home, with the checks of `plan_memory`."""
     first: dict[Tensor, int] = {}
     last: dict[Tensor, int] = {}
-    given: dict[Tensor, int] = {}
-    for position, stage in enumerate(program.inputs):
-        given.setdefault(stage, position)
+    position: dict[Tensor, int] = {}
+    for number, stage in enumerate(program.inputs):
+        position.setdefault(stage, number)
+    filled: set[Tensor] = {*position, *homes.parts}
     for number, kernel in enumerate(program.kernels):
         for binding in kernel.bindings:
             tensor, writes = binding.tensor, binding.access == "read_write"
-            if tensor in given:
-                if writes and given[tensor] not in donated:
-                    raise CompilerError(
-                        f"kernel {kernel.name} writes the input {tensor.name}, which "
-                        "was not donated"
-                    )
-            elif tensor not in first and not writes:
+            home, _ = homes.of(tensor)
+            if not writes and tensor not in filled and home not in filled:
                 raise CompilerError(
                     f"kernel {kernel.name} reads {tensor.name} before it is written"
                 )
-            first.setdefault(tensor, number)
-            last[tensor] = number
+            # An arena with inputs that were not donated is always a copy.
+            loose = home in position and home not in homes.parts
+            if writes and loose and position[home] not in donated:
+                raise CompilerError(
+                    f"kernel {kernel.name} writes the input {tensor.name}, which "
+                    "was not donated"
+                )
+            filled |= {tensor, home}
+            first.setdefault(home, number)
+            last[home] = number
     for stage in program.outputs:
-        if stage not in given and stage not in first and stage.size:
+        home, _ = homes.of(stage)
+        if stage.size and stage not in position and home not in filled:
             raise CompilerError(f"no kernel writes the output {stage.name}")
     return first, last
 
