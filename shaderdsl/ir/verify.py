@@ -149,8 +149,6 @@ def _apply_faults(n: Expr) -> Iterator[str]:
         yield f"no primitive is called {n.data!r}"
         return
     kinds = [x.dtype for x in n.args]
-    if n.dtype != prim.result(n.args):
-        yield f"{n.data} of {', '.join(kinds)} gives {n.dtype}"
     if prim.takes == "where":
         if kinds[0] != "bool" or kinds[1] != kinds[2]:
             yield f"where of {', '.join(kinds)}"
@@ -161,3 +159,5 @@ def _apply_faults(n: Expr) -> Iterator[str]:
         yield f"{n.data} mixes {', '.join(kinds)}"
     elif prim.takes == "bits" and "f32" in kinds:
         yield f"{n.data} of f32"
+    if n.dtype != prim.result(n.args):
+        yield f"{n.data} of {', '.join(kinds)} gives {n.dtype}"
