@@ -94,7 +94,7 @@ def test_a_run_leaves_a_model_a_curve_and_its_loss(tmp_path, text, capsys):
     if "loss.png" in names:
         assert (tmp_path / "run/loss.png").read_bytes().startswith(b"\x89PNG")
     about = json.loads((tmp_path / "run/step-000012/trainer.json").read_text())
-    assert about["history"][-1]["held_out"] == pytest.approx(
+    assert about["history"][-1]["whole"] == pytest.approx(
         float(last.split()[2]), abs=1e-3
     )
     assert (tmp_path / "run/step-000012/config.json").exists()

@@ -22,11 +22,12 @@ def draw(history: Sequence[dict[str, float]], path: Path) -> str:
     axes = figure.add_subplot()
     for key, style, label in (
         ("loss", "-", "training text"),
-        ("held_out", "o-", "held-out text"),
+        ("held_out", "o-", "held-out text, a sample"),
+        ("whole", "*", "held-out text, all of it"),
     ):
         points = [(at["step"], at[key]) for at in history if key in at]
         if points:
-            axes.plot(*zip(*points), style, label=label, markersize=4, linewidth=1.2)
+            axes.plot(*zip(*points), style, label=label, markersize=5, linewidth=1.2)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats/byte)")
     axes.grid(alpha=0.3)

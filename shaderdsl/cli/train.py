@@ -120,7 +120,7 @@ def train(trainer: Trainer, out: Path, save_every: int, judge_every: int) -> int
                 trainer.history.append({"step": step, "held_out": held_out})
             if loss is not None and bar.due(step):
                 speed = (step - bar.first) * per_step / bar.seconds
-                note = f"loss {loss:.3f}  {speed:,.0f} bytes/s"
+                note = f"loss {loss:.3f}  {speed:,.0f} tokens/s"
                 if held_out is not None:
                     note += f"  held out {held_out:.3f}"
                 bar.update(step, note)
@@ -137,7 +137,7 @@ def train(trainer: Trainer, out: Path, save_every: int, judge_every: int) -> int
             return 130
         print("judging all of the held-out text", flush=True)
         held_out = trainer.held_out_loss()
-        trainer.history.append({"step": trainer.step, "held_out": held_out})
+        trainer.history.append({"step": trainer.step, "whole": held_out})
         folder = trainer.save(out)
     print(f"model: {folder}")
     print(f"curve: {draw(trainer.history, out / 'loss.png')}")
