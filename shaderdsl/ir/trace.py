@@ -101,7 +101,13 @@ class Value:
                     where=f"{self.trace.name} ({E.user_location()})",
                 )
             axes[self.trace.axis(name)] = E.cast(e, "i32")
-        return Value(E.substitute(self.expr, axes), self.trace)
+        moved = E.substitute(self.expr, axes)
+        # A load that leaves its axis is to be blamed on this line, not on the operand's.
+        before, here = set(E.loads(self.expr)), E.user_location()
+        for n in E.loads(moved):
+            if n not in before:
+                n.loc = here
+        return Value(moved, self.trace)
 
     def __bool__(self) -> bool:
         raise TraceError(
