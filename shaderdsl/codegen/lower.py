@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from ..errors import CompilerError
 from ..ir import expr as E
 from ..ir.stage import Stage, topo_stages
+from .arena import merge_updates
+from .arrangement import Arrangement
 from .contract import contract_kernels
 from .map import map_kernels
 from .partition import Group, Partition
 from .program import Kernel, Program
 from .row import row_kernels
+from .scan import scan_kernels
 from .scatter import scatter_kernels
 from .split import split_long
 from .target import Target
@@ -21,6 +24,7 @@ SCHEDULES: dict[str, Callable[[Group, Target], list[Kernel]]] = {
     "row": row_kernels,
     "contract": contract_kernels,
     "scatter": scatter_kernels,
+    "scan": scan_kernels,
 }
 
 
@@ -40,18 +44,21 @@ def lower(
     """
     outs = split_long(outs, target)
     partition = Partition(outs, target)
+    arrangement = Arrangement(partition, target, inputs, outs, donated)
+    merge_updates(arrangement)
     kernels: list[Kernel] = []
-    for g in partition.groups:
+    for g in arrangement.groups():
         if g.kind not in SCHEDULES:
             raise CompilerError(f"no schedule for {g.kind}")
         kernels += SCHEDULES[g.kind](g, target)
     return Program(
-        tuple(kernels),
+        tuple(arrangement.agreed(k) for k in kernels),
         tuple(inputs),
         tuple(outs),
         donated,
         _scalars(outs),
-        tuple(partition.log),
+        (*partition.log, *arrangement.log),
+        arrangement.places,
     )
 
 

@@ -10,6 +10,7 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.indexmap import Digit, affine, digits, split
 from ..ir.stage import Stage, factors, inline_load, product
+from .scan_form import scan_parts
 
 
 @dataclass(eq=False)
@@ -17,7 +18,7 @@ class Member:
     """A stage that a kernel computes.
 
     ``body`` loads only inputs and other members. ``out`` and ``red`` are the stage's own axes of extent other than 1;
-    ``role`` is ``map``, ``row``, ``column``, ``contract`` or ``scatter``.
+    ``role`` is ``map``, ``row``, ``column``, ``contract``, ``scatter`` or ``scan``.
     """
 
     stage: Stage
@@ -51,8 +52,10 @@ def make_member(stage: Stage, body: Expr) -> Member:
 
 
 def classify(stage: Stage, body: Expr) -> str:
-    """Contract, scatter, row or column, by structure."""
+    """Contract, scatter, scan, row or column, by structure."""
     if stage.monoid == "sum":
+        if scan_parts(stage, body) is not None:
+            return "scan"
         if contract_parts(stage, body) is not None:
             return "contract"
         if scatter_parts(stage, body) is not None:

@@ -15,6 +15,7 @@ from ..ir.expr import Expr
 from ..ir.indexmap import Affine
 from ..ir.stage import Stage, map_stage, topo_stages
 from .member import Inliner, Member, anchor_axes, contract_parts, digit_axes, make_member
+from .scan_form import scan_parts
 from .target import Target
 
 # Nodes in one inlined body; beyond, a map in the middle is stored, so that drivers compile in reasonable time.
@@ -39,6 +40,9 @@ class Group:
     anchors: frozenset[Stage] | set[Stage] = frozenset()
     bit: int = 0
     before: int = 0  # bits of the groups that must run earlier
+    # Where members are stored that have no memory of their own: the tensor and the indices there.
+    targets: dict[Stage, tuple[Stage, Sequence[Expr]]] = field(default_factory=dict)
+    stands_for: list[Group] | None = None  # groups of the graph that this one computes in their place
 
     @property
     def space(self) -> tuple[int, ...]:
@@ -63,6 +67,10 @@ class Group:
             idx.append(Affine(form, 0, ()).expr())
         return E.load(m.stage, idx)
 
+    def target(self, m: Member) -> tuple[Stage, Sequence[Expr]]:
+        """Where a member is stored: a tensor, and the indices in it over the kernel's axes."""
+        return self.targets.get(m.stage) or (m.stage, self.own_load(m).args)
+
     def __repr__(self) -> str:
         return f"{self.kind}[{','.join(map(str, self.rows))}|{','.join(map(str, self.lanes))}]{self.members}"
 
@@ -75,7 +83,8 @@ class Partition:
         self.limit = target.limits.max_storage_buffers
         self.outs = {o for o in outs if o.kind != "input" and o.size > 0}
         self.log: list[str] = []
-        order = [s for s in topo_stages(self.outs) if s.kind != "input" and s.size > 0]
+        # In the order of the outputs, so that equal graphs give equal kernels in every run.
+        order = [s for s in topo_stages(o for o in outs if o in self.outs) if s.kind != "input" and s.size > 0]
         self.anchors = self._choose_anchors(order)
         self.members = self._make_members(order)
         self.by_stage = {m.stage: m for m in self.members}
@@ -238,6 +247,13 @@ class Partition:
         elif m.role == "column":
             g = Group("row", tuple(ext[n_out:]), tuple(ext[:n_out]))
             axes = [len(ext) - n_out + i for i in range(n_out)] + list(range(len(ext) - n_out))
+        elif m.role == "scan":
+            # Output axis and reduced axis are one line of the kernel, its last axis.
+            parts = scan_parts(m.stage, m.body)
+            assert parts is not None
+            others = [a for a in m.out if a != parts.axis]
+            g = Group("scan", tuple(m.space[a] for a in others), (m.space[parts.red],))
+            axes = [others.index(a) if a in others else len(others) for a in m.axes]
         else:
             g = Group(m.role, tuple(ext[:n_out]), tuple(ext[n_out:]))
             axes = list(range(len(ext)))

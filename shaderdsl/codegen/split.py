@@ -14,6 +14,7 @@ from ..ir.expr import Expr
 from ..ir.indexmap import Affine
 from ..ir.stage import MONOIDS, Stage, reduce_stage, retarget, topo_stages
 from .member import contract_parts, scatter_parts
+from .scan_form import scan_parts
 from .target import Target
 
 #: Elements of a row from which several workgroups share it, and how many each takes at least.
@@ -42,7 +43,7 @@ def _wanted(s: Stage) -> bool:
     if s.kind != "reduce" or s.body is None or math.prod(s.rext) < LONG_ROW // 2:
         return False
     if s.monoid == "sum" and s.dtype in E.FLOATS:
-        if contract_parts(s, s.body) is not None:
+        if scan_parts(s, s.body) is not None or contract_parts(s, s.body) is not None:
             return False
         if scatter_parts(s, s.body) is not None:
             return math.prod(s.rext) > SCATTER
