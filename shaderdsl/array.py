@@ -168,6 +168,7 @@ class Array:
         if self._buffer is None:
             if self._host is None:
                 self._refuse("be given to a computation that runs now")
+            assert self._host is not None
             self._buffer = device.upload(self._host, self.dtype)
             if self.dtype not in (*E.INTS, "bool") or self.size > _KEEP_HOST:
                 self._host = None

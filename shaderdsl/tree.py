@@ -55,9 +55,7 @@ def _flatten(x: Any, leaves: list[Any]) -> Structure:
         return _NONE
     if kind in _registry:
         children, key = _registry[kind][0](x)
-    elif kind is tuple or kind is list:
-        children, key = list(x), None
-    elif isinstance(x, tuple) and hasattr(x, "_fields"):
+    elif kind in (tuple, list) or (isinstance(x, tuple) and hasattr(x, "_fields")):
         children, key = list(x), None
     elif kind is dict:
         names = list(x)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..ir import expr as E
 from .column import column_kernels, finish_kernel
@@ -173,7 +174,8 @@ class _Row:
         w, s = self.w, self.schedule
         decode(w, at, self.layout.loops[0], 1)
         last = max(self.levels.values(), default=0)
-        self.saved: dict[int, dict[object, str]] = {}
+        self.names: dict[int, dict[int, str]] = {}
+        self.saved: dict[int, dict[Any, str]] = {}
         for phase in range(1, last + 2):
             reds = [m for m in self.reductions if self.levels[m] == phase]
             tail = phase == last + 1
@@ -237,7 +239,7 @@ class _Row:
         w, s = self.w, self.schedule
         w.open()
         if c in self.saved:
-            w.memo[-1] = self.saved[c]  # type: ignore[assignment]
+            w.memo[-1] = self.saved[c]
         offset = f"{self.position} + {c * s.width}u" if c else self.position
         if whole:
             at = f"i{c}_" if c else self.position
@@ -252,13 +254,12 @@ class _Row:
                 w.line(f"let {at} = min({offset}, {n} - 1u);")
         if c not in self.saved:
             decode(w, at, self.layout.loops[1], 2, self.vector)
-            self.names = getattr(self, "names", {})
             self.names[c] = {a: w.names[a] for group in self.layout.loops[1] for a in group if a in w.names}
         else:
             for a, name in self.names[c].items():
                 w.axis(a, name, 2)
         self._elements(accs, maps, columns, inside, at, c)
-        self.saved[c] = w.memo[-1]  # type: ignore[assignment]
+        self.saved[c] = w.memo[-1]
         w.blocks[1] += w.close()
 
     def _elements(

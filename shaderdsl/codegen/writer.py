@@ -203,8 +203,9 @@ class Writer:
     def find(self, n: Expr) -> str | None:
         """The name of a value that is already written and still in scope."""
         for m in reversed(self.memo):
-            if n in m:
-                return m[n]
+            name: str | None = m.get(n)
+            if name is not None:
+                return name
         return None
 
     def value(self, root: Expr) -> str:
@@ -301,13 +302,13 @@ class Writer:
                     depth = max(depth, level)
             else:
                 name = f"({self.names[v]} * 4u" if isinstance(t.what, int) else self.value(t.what)
-                c = "" if t.coefficient == 1 else f" * {self.param(t.key, t.coefficient % 2**32, stem='s')}"
+                scale = "" if t.coefficient == 1 else f" * {self.param(t.key, t.coefficient % 2**32, stem='s')}"
                 for k in range(WIDTH):
                     if isinstance(t.what, int):
-                        parts[k] += f" + {name} + {k}u){c}"
+                        parts[k] += f" + {name} + {k}u){scale}"
                     else:
                         lane = f"{name}.{'xyzw'[k]}" if self.is_vector(t.what) else name
-                        parts[k] += f" + u32({lane}){c}"
+                        parts[k] += f" + u32({lane}){scale}"
         if form.const:
             whole.append(self._offset(form.const))
         start = self.let(" + ".join(whole), depth, "a") if whole else "0u"
@@ -478,8 +479,8 @@ def spell(name: str, args: Sequence[str], dtype: str, vector: bool) -> str:
         "{F}": wgsl_type("f32", vector), "{I}": wgsl_type("i32", vector), "{U}": wgsl_type("u32", vector),
         "{B}": wgsl_type("bool", vector), "{T}": own, "{V}": "_v4" if vector else "", "{t}": dtype,
     }  # fmt: skip
-    for k, v in tokens.items():
-        text = text.replace(k, v)
+    for token, v in tokens.items():
+        text = text.replace(token, v)
     for k, a in enumerate(args):
         text = text.replace(f"{{{k}}}", a)
     return text

@@ -94,8 +94,8 @@ def _interval(e: Expr, extents: Extents, memo: dict[Expr, tuple[int, int]]) -> t
         form = affine(e)
         if len(form.rest) == 1 and form.rest[0] == (1, e):
             if e.data == "mul":
-                a, b = (interval(x, extents, memo) for x in e.args)
-                ends = [p * q for p in a for q in b]
+                left, right = (interval(x, extents, memo) for x in e.args)
+                ends = [p * q for p in left for q in right]
                 return min(ends), max(ends)
             return _LOW, _HIGH
         low = high = form.const
@@ -107,19 +107,21 @@ def _interval(e: Expr, extents: Extents, memo: dict[Expr, tuple[int, int]]) -> t
         return low, high
     if e.data in ("floordiv", "mod"):
         low, high = interval(e.args[0], extents, memo)
-        p = number(e.args[1])
-        if p is None or p <= 0:
+        divisor = number(e.args[1])
+        if divisor is None or divisor <= 0:
             return _LOW, _HIGH
         if e.data == "floordiv":
-            return low // p, high // p
-        return (low % p, high % p) if low // p == high // p else (0, p - 1)
+            return low // divisor, high // divisor
+        if low // divisor == high // divisor:
+            return low % divisor, high % divisor
+        return 0, divisor - 1
     if e.data in ("minimum", "maximum"):
-        (a, b), (c, d) = (interval(x, extents, memo) for x in e.args)
+        left, right = (interval(x, extents, memo) for x in e.args)
         f = min if e.data == "minimum" else max
-        return f(a, c), f(b, d)
+        return f(left[0], right[0]), f(left[1], right[1])
     if e.data == "where":
-        (a, b), (c, d) = (interval(x, extents, memo) for x in e.args[1:])
-        return min(a, c), max(b, d)
+        left, right = (interval(x, extents, memo) for x in e.args[1:])
+        return min(left[0], right[0]), max(left[1], right[1])
     return (0, 2**32 - 1) if e.dtype == "u32" else (_LOW, _HIGH)
 
 

@@ -116,7 +116,7 @@ class Value:
             cure="use sd.where(condition, a, b), or pass the number as a static option",
         )
 
-    __float__ = __int__ = __index__ = __bool__  # type: ignore[assignment]
+    __float__ = __int__ = __index__ = __bool__
 
     def __iter__(self) -> Any:
         raise TraceError("a symbolic value cannot be iterated", where=f"{self.trace.name} ({E.user_location()})")
