@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from .contract_plan import Contraction, analyse
-from .contract_registers import choose_block, registers
+from .contract_registers import Block, choose_block, registers
+from .contract_split import sum_pieces
 from .partition import Group
-from .program import Kernel
+from .program import Kernel, Scratch
 from .schedule import kernel_name
 from .target import Target
+
+# Positions of k that one running sum takes at most: rounding errors grow with its length.
+_LONGEST = 16_384
 
 
 def contract_kernels(group: Group, target: Target) -> list[Kernel]:
     """Print a group whose first member is a contraction."""
     c = analyse(group, target)
-    return [registers(c, kernel_name(group), choose_block(c))]
+    return register_kernels(c, choose_block(c))
+
+
+def register_kernels(c: Contraction, block: Block, splits: int = 0) -> list[Kernel]:
+    """Blocks in registers, in pieces of k where a sum would be too long or the threads too few."""
+    name = kernel_name(c.group)
+    splits = splits or choose_splits(c, block)
+    if splits == 1:
+        return [registers(c, name, block)]
+    scratch = Scratch(f"{c.member.stage.name}_pieces", "f32", splits * c.member.stage.size)
+    first = registers(c, name, block, splits, scratch)
+    first = replace(first, members=(), writes=(), reason=f"{first.reason}; {splits} pieces of k".lstrip("; "))
+    return [first, sum_pieces(c, scratch, splits, name)]
+
+
+def choose_splits(c: Contraction, block: Block) -> int:
+    """Pieces of k: for the loop budget, for exact sums, and for enough threads."""
+    batch, m, n, k = c.sizes
+    steps = -(-k // c.unroll)
+    needed = max(-(-steps // (c.target.loop_budget // 2)), -(-k // _LONGEST))
+    groups = batch * math.ceil(m / (block.tm * block.y)) * math.ceil(n / (block.tn * block.x))
+    wanted = min(8 // groups, steps // 256) if c.target.family == "software" else 1
+    return max(1, needed, wanted)

@@ -6,14 +6,17 @@ The best form where loads cost much and workgroup memory costs more still, as on
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..ir import expr as E
 from .contract_plan import Contraction, Copies, inner_axis, plain_tensors
-from .program import Kernel, Scratch
-from .schedule import finish, fold
-from .writer import WIDTH, Writer, indent
+from .address import Address, Term
+from .program import Kernel, Scratch, Tensor
+from .schedule import BUILTINS, finish, fold
+from .target import Target
+from .writer import WIDTH, Writer, contiguous, indent
 
 _XYZW = "xyzw"
 
@@ -26,6 +29,7 @@ class Block:
     tn: int
     x: int = 8
     y: int = 8
+    lanes: int = 0  # lanes that share out the loads of the rows, 0 for none
 
     @property
     def size(self) -> int:
@@ -33,28 +37,49 @@ class Block:
         return self.x * self.y
 
 
+def sharing_lanes(target: Target) -> int:
+    """Lanes of a subgroup that surely exist, 0 without subgroups."""
+    if not target.features.subgroups:
+        return 0
+    bits = re.search(r"llvmpipe.*?(\d+) bits", target.name)
+    return min(8, int(bits[1]) // 32) if bits else 4
+
+
 def choose_block(c: Contraction) -> Block:
     """Large blocks need few loads; small problems need enough threads and little waste at the edges."""
-    batch, m, n, _ = c.sizes
-    best, cost = Block(8, 8), math.inf
-    for tm in (1, 2, 4, 8, 16):
+    best, cost = Block(4, 4), math.inf
+    lanes = sharing_lanes(c.target)
+    for tm in (1, 2, 4, 8, 16, 32, 64):
         for tn in (1, 2, 4, 8, 16):
-            if (c.left_mode == "m" and tm % WIDTH) or (c.wide and tn % WIDTH):
-                continue
-            # Threads run eight at a time along n.
-            rows, columns = -(-m // tm), -(-n // (8 * tn))
-            work = batch * rows * columns * (8 * (tm + tn) + 0.5 * tm * tn + 8)
-            waste = batch * rows * columns < 16
-            if work * (2 if waste else 1) < cost:
-                best, cost = Block(tm, tn), work * (2 if waste else 1)
-    y = 1
-    while y < 8 and y * best.tm < m:
-        y *= 2
-    return Block(best.tm, best.tn, 8, y)
+            block = Block(tm, tn, 8, 1, lanes)
+            if tm * tn <= 256 and block_fits(c, block) and (estimate := milliseconds(c, block)) < cost:
+                best, cost = block, estimate
+    return best
+
+
+def block_fits(c: Contraction, b: Block) -> bool:
+    """Whether rows and columns come in whole vec4s where they must."""
+    return not ((c.left_mode == "m" and not b.lanes and b.tm % WIDTH) or (c.wide and b.tn % WIDTH))
+
+
+def milliseconds(c: Contraction, b: Block) -> float:
+    """Time of twenty runs and one compilation on the software driver, fitted to measurements.
+
+    A load of a word costs as much as some twenty multiplications of 8 lanes.
+    """
+    batch, m, n, k = c.sizes
+    tiles = batch * -(-m // (b.tm * b.y)) * -(-n // (b.tn * b.x)) * b.y * b.x / 8
+    tiles = -(-tiles // 4) * 4
+    left = b.tm * (0.5 if c.left_mode == "k" or (c.left_mode == "m" and not b.lanes) else 1.0)
+    right = b.tn * (0.5 if c.right_mode else 1.0)
+    step = 35 * (left / (b.lanes or 1) + right) + 1.6 * b.tm * b.tn + 0.5 * b.tm + 40 / c.unroll
+    return 20 * tiles * (k * step + 100 * b.tm * b.tn) * 1e-6 + 50 + 1.1 * b.tm * b.tn
 
 
 def registers(c: Contraction, name: str, block: Block, splits: int = 1, scratch: Scratch | None = None) -> Kernel:
     """Print the kernel. With ``splits`` the sums over pieces of k go to ``scratch``, in order of the pieces."""
+    if block.lanes and c.left_mode == "m":
+        c.left_mode = ""  # a lane loads single rows
     w = Writer(c.group.space, c.target)
     plain_tensors(c, w, epilogue=scratch is None)
     tile = _Tile(c, w, block, splits)
@@ -66,7 +91,12 @@ def registers(c: Contraction, name: str, block: Block, splits: int = 1, scratch:
         tile.partial(scratch)
     lines = [*w.blocks[0], *loop, *w.blocks[1], *tile.end]
     grid = fold(tile.count, c.target)
-    return finish(c.group, w, c.layout, lines, name, "contract", block.size, grid)
+    kernel = finish(c.group, w, c.layout, lines, name, "contract", block.size, grid)
+    if block.lanes:
+        builtins = f"{BUILTINS}, @builtin(subgroup_invocation_id) sub: u32"
+        enable = "enable subgroups;\n" if c.target.enable_subgroups_directive else ""
+        kernel = replace(kernel, wgsl=enable + kernel.wgsl.replace(BUILTINS, builtins))
+    return kernel
 
 
 class _Tile:
@@ -97,28 +127,37 @@ class _Tile:
             w.line(f"let piece = outer % {splits};")
             batch = w.let(f"outer / {splits}", 0, "q")
         self.m_end, self.n_end = w.extent(q for g in c.m for q in g), w.extent(q for g in c.n for q in g)
-        w.line(f"if (m0 >= {self.m_end} || n0 >= {self.n_end}) {{ return; }}")
+        if not b.lanes:
+            w.line(f"if (m0 >= {self.m_end} || n0 >= {self.n_end}) {{ return; }}")
         own = {a: a for g in c.batch for a in g}
         self.copies.place(own, c.batch, batch, 0)
 
-    def units(self, wide: bool, count: int, start: str, stop: str, stem: str) -> list[str]:
+    def shared_rows(self) -> list[str]:
+        """Positions of the rows that this lane loads for all the lanes."""
+        w, b = self.w, self.block
+        lane = w.let(f"sub % {b.lanes}u", 0, "l")
+        return [
+            w.let(f"min({plus('m0', i)} + {lane}, {self.m_end} - 1u)", 0, "m") for i in range(0, b.tm, b.lanes)
+        ]
+
+    def units(self, wide: bool, count: int, start: str, stop: str, stem: str, depth: int = 0) -> list[str]:
         """Positions of a thread's rows or columns (vec4s of them), clamped into the array."""
-        w, step = self.w, WIDTH if wide else 1
-        out = []
-        for i in range(count // step):
-            at = f"{start} / {WIDTH}u + {i}u" if wide else f"{start} + {i}u"
-            last = f"{stop} / {WIDTH}u - 1u" if wide else f"{stop} - 1u"
-            out.append(w.let(f"min({at}, {last})", 0, stem))
-        return out
+        step = WIDTH if wide else 1
+        if wide:
+            start, stop = f"{start} / {WIDTH}u", f"{stop} / {WIDTH}u"
+        return [
+            self.w.let(f"min({plus(start, i)}, {stop} - 1u)", depth, stem) for i in range(count // step)
+        ]
 
     def multiply(self) -> list[str]:
         """The loop over k; gives its lines, accumulators included."""
         c, w, b = self.c, self.w, self.block
         u = c.unroll
-        rows = [
-            self.placed(c.m, at, c.left_mode == "m")
-            for at in self.units(c.left_mode == "m", b.tm, "m0", self.m_end, "m")
-        ]
+        if b.lanes:
+            places = self.shared_rows()
+        else:
+            places = self.units(c.left_mode == "m", b.tm, "m0", self.m_end, "m")
+        rows = [self.placed(c.m, at, c.left_mode == "m") for at in places]
         columns = [
             self.placed(c.n, at, c.right_mode == "n")
             for at in self.units(c.right_mode == "n", b.tn, "n0", self.n_end, "n")
@@ -130,8 +169,8 @@ class _Tile:
         start, stop = "0u", steps
         if self.splits > 1:
             piece = w.param(("piece",), self.chunk(), stem="piece")
-            start = w.let(f"piece * {piece}", 0, "k")
-            stop = w.let(f"min({start} + {piece}, {steps})", 0, "k")
+            start = w.let(f"piece * {piece}", 0, "s")
+            stop = w.let(f"min({start} + {piece}, {steps})", 0, "s")
         w.open()
         whole = self.placed(c.k, "k", True, 1) if u > 1 else {}
         ks = []
@@ -142,8 +181,13 @@ class _Tile:
         right = [self.factor(c.right, c.right_mode, c.n, r, whole, ks) for r in columns]
         for s in range(u):
             for i in range(b.tm):
+                if b.lanes:
+                    x = w.let(f"subgroupBroadcast({left[i // b.lanes][s]}, {i % b.lanes}u)", 1, "l")
+                elif c.left_mode == "m":
+                    x = left[i // WIDTH][s] + "." + _XYZW[i % WIDTH]
+                else:
+                    x = left[i][s]
                 for j in range(len(columns)):
-                    x = left[i // WIDTH][s] + "." + _XYZW[i % WIDTH] if c.left_mode == "m" else left[i][s]
                     acc = self.acc[i][j]
                     w.line(f"{acc} = {acc} + {x} * {right[j][s]};")
         body = w.close()
@@ -188,18 +232,33 @@ class _Tile:
 
     def epilogue(self) -> None:
         """Everything that is computed from the result, and the stores."""
+        c = self.c
+        stores = [(c.group.target(x)[0], c.store(x), body) for x, body in c.epilogue.items()]
+        self.finish(stores, c.number)
+
+    def partial(self, scratch: Scratch) -> None:
+        """Sums over a piece of k, to memory that a second kernel adds up."""
+        c, w = self.c, self.w
+        piece = len(w.space)
+        w.space.append(self.splits)
+        w.axis(piece, "piece", 0)
+        size = c.member.stage.size
+        term = Term(size, ("axes", tuple(range(len(c.group.rows)))), piece)
+        form = c.store(c.member)
+        form = Address((*form.terms, term), form.const)
+        if not c.wide or not contiguous(form, inner_axis(c, c.n)):
+            w.plain.add(scratch)
+        self.finish([(scratch, form, c.result[0])], 1.0)
+
+    def finish(self, stores: Sequence[tuple[Tensor, Address, E.Expr]], number: float) -> None:
+        """Stores of every row and column that is inside of the array."""
         c, w, b = self.c, self.w, self.block
         step = WIDTH if c.wide else 1
-        w.base = 0
-        columns = []
-        for j in range(b.tn // step):
-            at = f"n0 / {WIDTH}u + {j}u" if c.wide else f"n0 + {j}u"
-            name = w.let(f"min({at}, {self.n_end}{f' / {WIDTH}u' if c.wide else ''} - 1u)", 1, "n")
-            columns.append(self.placed(c.n, name, c.wide, 1))
+        columns = [
+            self.placed(c.n, at, c.wide, 1) for at in self.units(c.wide, b.tn, "n0", self.n_end, "n", 1)
+        ]
         axis = inner_axis(c, c.n)
-        number = None
-        if c.number not in (1.0, -1.0):
-            number = w.param(("number",), c.number, "f32", "number")
+        factor = None if abs(number) == 1.0 else w.param(("number",), number, "f32", "number")
         for i in range(b.tm):
             w.open()
             row = self.placed(c.m, f"row{i}", False, 2)
@@ -208,25 +267,27 @@ class _Tile:
                 copies = {**row, **column}
                 w.vector = column[axis] if c.wide and axis is not None else None
                 value = self.result(i, j, c.wide)
-                if number or c.number == -1.0:
-                    value = w.let(f"{value} * {number}" if number else f"-{value}", 2, "r")
-                elif not value[0] == "c":
+                if factor or number == -1.0:
+                    value = w.let(f"{value} * {factor}" if factor else f"-{value}", 2, "r")
+                elif value.startswith("vec4"):
                     value = w.let(value, 2, "r")
                 for n in c.result:
                     w.local[E.substitute(n, {a: E.index(q) for a, q in copies.items()})] = value
-                for x, body in c.epilogue.items():
-                    new = self.copies.bring(body, copies)
-                    v = w.splat(new) if c.wide else w.value(new)
-                    w.store(x.stage, self.copies.move(c.store(x), copies), v, new.dtype, c.wide)
+                new = [(t, self.copies.move(f, copies), self.copies.bring(e, copies)) for t, f, e in stores]
+                # All of them before the first store, which may overwrite what another one reads.
+                values = [w.splat(e) if c.wide else w.value(e) for _, _, e in new]
+                for (tensor, form, e), v in zip(new, values, strict=True):
+                    w.store(tensor, form, v, e.dtype, c.wide)
                 w.vector = None
                 lines = w.close()
-                w.line(f"if (n0 + {j * step}u < {self.n_end}) {{")
+                w.line(f"if ({plus('n0', j * step)} < {self.n_end}) {{")
                 w.blocks[-1] += [*indent(lines), "}"]
             lines = w.close()
-            w.line(f"let row{i} = m0 + {i}u;")
+            w.line(f"let row{i} = {plus('m0', i)};")
             w.line(f"if (row{i} < {self.m_end}) {{")
             w.blocks[-1] += [*indent(lines), "}"]
 
-    def partial(self, scratch: Scratch) -> None:
-        """Sums over a piece of k, to memory that a second kernel adds up."""
-        raise NotImplementedError
+
+def plus(name: str, i: int) -> str:
+    """A sum without an idle zero."""
+    return f"{name} + {i}u" if i else name
