@@ -22,15 +22,15 @@ def map_kernels(g: Group, target: Target) -> list[Kernel]:
     w = make_writer(g, layout, target, vector)
     for m in g.stored:
         if vector is not None and not contiguous(visible(layout, layout.stores[m]), vector):
-            w.plain.add(m.stage)
+            w.plain.add(g.target(m)[0])
     w.line(f"let at = (group.y * groups.x + group.x) * {size}u + lane;")
     w.open()
     w.base = 1
     decode(w, "at", loop, 1, vector)
-    for m in g.stored:
-        body = bodies[m]
-        value = w.splat(body) if vector is not None else w.value(body)
-        w.store(m.stage, visible(layout, layout.stores[m]), value, body.dtype, vector is not None)
+    # All of them before the first store, which may overwrite what another one reads.
+    values = [w.splat(bodies[m]) if vector is not None else w.value(bodies[m]) for m in g.stored]
+    for m, value in zip(g.stored, values, strict=True):
+        w.store(g.target(m)[0], visible(layout, layout.stores[m]), value, bodies[m].dtype, vector is not None)
     inner = w.close()
     count = w.param(("threads",), threads, stem="threads")
     lines = [*w.blocks[0], f"if (at >= {count}) {{ return; }}", *inner]

@@ -75,7 +75,8 @@ def lay_out(
         for t in addresses[n].terms:
             if isinstance(t.what, Expr):
                 stack += [x for x in E.values(t.what) if x.kind == "load"]
-    stores = {m: linear(m.stage.shape, g.own_load(m).args, space) for m in g.members}
+    targets = {m: g.target(m) for m in g.members}
+    stores = {m: linear(tensor.shape, indices, space) for m, (tensor, indices) in targets.items()}
     walks = [a.axes() for a in addresses.values()] + [stores[m].axes() for m in g.stored]
     blocked = used_alone(roots, addresses)
     loops = [collapse(c, space, walks, blocked) for c in classes]
@@ -175,12 +176,32 @@ def finish(
         workgroups=grid,
         bindings=w.bindings(),
         params=w.param_block(),
-        members=_with_inlined(g),
-        writes=tuple(m.stage for m in g.stored),
+        members=members_of(g),
+        writes=writes_of(g),
         flops=flops(layout.bodies, spaces),
-        bytes=traffic(tensors),
+        bytes=_moved(g, layout, tensors),
         reason="; ".join(dict.fromkeys(g.why)),
     )
+
+
+def _moved(g: Group, layout: Layout, tensors: Sequence[Stage]) -> int:
+    """Bytes that the kernel moves; what is stored inside of another tensor counts by itself."""
+    into = {tensor for tensor, _ in g.targets.values()}
+    read = {n.data for n in layout.addresses}
+    inside = [m.stage for m in g.stored if m.stage in g.targets]
+    return traffic([t for t in tensors if t not in into or t in read] + inside)
+
+
+def members_of(g: Group) -> tuple[Stage, ...]:
+    """The stages of the graph that a group computes, with the maps written into them, in order."""
+    groups = [g] if g.stands_for is None else g.stands_for
+    return tuple(dict.fromkeys(s for h in groups for s in _with_inlined(h)))
+
+
+def writes_of(g: Group) -> tuple[Stage, ...]:
+    """The stages of the graph that a group stores."""
+    groups = [g] if g.stands_for is None else g.stands_for
+    return tuple(m.stage for h in groups for m in h.stored)
 
 
 def _with_inlined(g: Group) -> tuple[Stage, ...]:
