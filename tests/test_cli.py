@@ -24,6 +24,9 @@ def embedding(table, ids):
     return table.at(v=ids)
 
 
+embedding_draws = {"ids": {"ids": ("v", None)}, "nonempty": ("v",)}
+
+
 @sd.op("t (h r p), t p -> t (h r p)", r=2)
 def turned(x, cos):
     return x.at(r=1 - sd.index("r")) * cos
@@ -184,8 +187,10 @@ def product_reference(a, b):
 
 def test_check_passes_a_right_op_and_fails_a_wrong_one(tmp_path, ops_file, capsys):
     pytest.importorskip("hypothesis")
-    assert main(["check", f"{ops_file}:rms_norm"]) == 0
-    assert "1 passed, 0 failed" in capsys.readouterr().out
+    for name in ("rms_norm", "embedding"):
+        assert main(["check", f"{ops_file}:{name}"]) == 0
+        assert "1 passed, 0 failed" in capsys.readouterr().out
+    assert main(["check", "shaderdsl.ops:embedding"]) == 0
     (tmp_path / "wrong.py").write_text(WRONG)
     assert main(["check", f"{tmp_path}/wrong.py"]) == 1
     assert "0 passed, 1 failed" in capsys.readouterr().out

@@ -2,7 +2,9 @@
 differences, over shapes and values that Hypothesis draws.
 
 The reference of an op called NAME is the function NAME_reference in the same file, if
-there is one; otherwise the op's own definition, evaluated in float64.
+there is one; otherwise the op's own definition, evaluated in float64. A dictionary
+NAME_draws there holds further keywords of shaderdsl.testing.check_op, for instance
+{"ids": {"ids": ("v", None)}} for an operand `ids` that indexes the axis v.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from types import ModuleType
+from typing import Any
 
 __all__ = ["add_arguments", "run"]
 
@@ -38,9 +42,8 @@ def run(args: argparse.Namespace) -> int:
     for number, op in enumerate(ops, 1):
         print(f"[{number}/{len(ops)}] {op.name} ...", end=" ", flush=True)
         start = time.perf_counter()
-        reference = getattr(module, f"{op.name}_reference", None)
         try:
-            check_op(op, reference=reference)
+            check_op(op, **_options(module, op))
         except (AssertionError, ShaderError) as error:
             failed += 1
             print("FAILED", flush=True)
@@ -49,3 +52,23 @@ def run(args: argparse.Namespace) -> int:
             print(f"ok ({time.perf_counter() - start:.1f} s)", flush=True)
     print(f"{len(ops) - failed} passed, {failed} failed")
     return 1 if failed else 0
+
+
+def _options(module: ModuleType, op: Any) -> dict[str, Any]:
+    """What ``check_op`` is given besides the op."""
+    from ..ops.registry import REGISTRY
+
+    entry = REGISTRY.get(op.name)
+    if entry is not None and entry.op is op:  # one of ours
+        return {
+            "reference": entry.reference,
+            "gradients": entry.smooth,
+            "kinds": entry.kinds,
+            "options": entry.options,
+            "ids": entry.ids,
+            "bools": entry.bools,
+            "positive": entry.positive,
+            "nonempty": entry.nonempty,
+        }
+    options = {"reference": getattr(module, f"{op.name}_reference", None)}
+    return options | getattr(module, f"{op.name}_draws", {})

@@ -47,7 +47,7 @@ def find_ops(target: str) -> tuple[ModuleType, list[Op]]:
         if isinstance(value, Op) and not key.startswith("_")
     }
     if not name:
-        own = [op for op in ops.values() if op.__module__ == module.__name__]
+        own = [o for o in ops.values() if o.__module__.startswith(module.__name__)]
         if not own:
             raise ShaderError(
                 f"{file} defines no op", cure="decorate a function with @sd.op(…)"
