@@ -18,6 +18,7 @@ from .scan import scan_kernels
 from .scatter import scatter_kernels
 from .split import split_long
 from .target import Target
+from .templates import kernels_of
 
 SCHEDULES: dict[str, Callable[[Group, Target], list[Kernel]]] = {
     "map": map_kernels,
@@ -50,7 +51,7 @@ def lower(
     for g in arrangement.groups():
         if g.kind not in SCHEDULES:
             raise CompilerError(f"no schedule for {g.kind}")
-        kernels += SCHEDULES[g.kind](g, target)
+        kernels += kernels_of(g, target, SCHEDULES[g.kind])
     return Program(
         tuple(arrangement.agreed(k) for k in kernels),
         tuple(inputs),
