@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import has_adapter
 
 import shaderdsl as sd
 from shaderdsl import checkpoint, ops
@@ -317,7 +318,19 @@ def test_l05_twelve_arrays(device):
 
     agree(CASES["L05"], f(*xs).numpy(), CASES["L05"]["expected"])
     low = sd.lower(f, *xs)
-    assert all(len(k.bindings) <= 8 for k in low.kernels) or device.kind == "cpu"
+    most = device.target.limits.max_storage_buffers
+    assert all(len(k.bindings) <= most for k in low.kernels)
+
+
+def test_l05_with_portable_limits():
+    if not has_adapter():
+        pytest.skip("no adapter")
+    try:
+        device = sd.use_device("wgpu", limits="portable")
+        assert device.target.limits.max_storage_buffers == 8
+        test_l05_twelve_arrays(device)
+    finally:
+        sd.use_device("cpu")
 
 
 def test_l12_rows(device):
@@ -338,8 +351,6 @@ def test_t11_shared_parts_stay_shared(device):
 
 
 def test_r01_device_lost():
-    from conftest import has_adapter
-
     if not has_adapter():
         pytest.skip("no adapter")
     code = """
