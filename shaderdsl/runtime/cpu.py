@@ -12,6 +12,7 @@ import numpy as np
 from ..codegen.program import Program
 from ..codegen.target import Limits, Target
 from ..errors import CompilerError, OutOfMemoryError
+from ..ir.stage import topo_stages
 from . import profiling
 from .buffers import Buffer, Pool, physical_memory
 from .device import STORAGE, VISIBLE, Device, Executable
@@ -96,6 +97,14 @@ def _widened(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array.astype(np.float32) if array.dtype == np.float16 else array
 
 
+def _missing(stage: Stage, values: Mapping[Stage, Any]) -> list[Stage]:
+    """The stage, after what it loads and is not there."""
+    if all(n.data in values for n in stage.loads):
+        return [stage]
+    order = topo_stages([stage], stop=[s for s in values if s is not stage])
+    return [s for s in order if s not in values or s is stage]
+
+
 class CpuExecutable(Executable):
     """Evaluates the members of each kernel in order; see `Executable`."""
 
@@ -116,9 +125,6 @@ class CpuExecutable(Executable):
                 last.update((load.data, number) for load in stage.loads)
             for stage in kernel.writes:
                 last.setdefault(stage, number)
-            # A member that was taken apart to fit the bindings is evaluated whole here.
-            for stage in kernel.members:
-                last.update((load.data, number) for load in stage.loads)
         kept = given | set(program.outputs)
         self._drop: list[list[Stage]] = [[] for _ in program.kernels]
         for tensor, number in last.items():
@@ -165,19 +171,24 @@ class CpuExecutable(Executable):
 
         for number, kernel in enumerate(self.program.kernels):
             began = time.perf_counter()
+            computed: list[Stage] = []
             with np.errstate(all="ignore"):
                 for stage in kernel.members:
-                    values[stage] = evaluate_stage(
-                        stage, values, dtype="float32", scalars=scalars
-                    )
+                    # A member that was taken apart to fit the bindings is evaluated
+                    # whole here, with what an earlier kernel had kept to itself.
+                    for s in _missing(stage, values):
+                        values[s] = evaluate_stage(
+                            s, values, dtype="float32", scalars=scalars
+                        )
+                        computed.append(s)
             for stage in kernel.writes:
                 # A store narrows, e.g. f16.
                 stored = np.ascontiguousarray(values[stage], VISIBLE[stage.dtype])
                 held[stage] = self.device.hold(stored.reshape(stage.shape), stage.dtype)
                 values[stage] = _widened(held[stage].handle)
-            for stage in kernel.members:
+            for stage in computed:
                 if stage not in held:
-                    del values[stage]
+                    values.pop(stage, None)
             if profiling.active():
                 spent = time.perf_counter() - began
                 live = self.device.pool.live_bytes
