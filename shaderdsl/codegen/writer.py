@@ -286,6 +286,8 @@ class Writer:
             c = form.coefficient(v)
             base = Address(tuple(t for t in form.terms if t.what != v), form.const)
             start = self.address(base)
+            if c == 0:  # the axis cancels: an index that reads it at one place only
+                return [start] * WIDTH
             step = self.param(next(t.key for t in form.terms if t.what == v), c % 2**32, stem="s") if c != 1 else None
             at = []
             for k in range(WIDTH):
