@@ -57,12 +57,12 @@ def test_values_of_each_layer(device, family):
         close(x, want[f"{s}.hidden.0"], 1e-6)
         for i, block in enumerate(model.layers):
             attn = block.self_attn(block.norm1(x))
-            close(attn, want[f"{s}.attn_out.{i}"], 2e-5)
+            close(attn, want[f"{s}.attn_out.{i}"], 5e-5)
             mlp = block.mlp(block.norm2(x + attn))
-            close(mlp, want[f"{s}.mlp_out.{i}"], 2e-5)
+            close(mlp, want[f"{s}.mlp_out.{i}"], 5e-5)
             x = block(x)
-            close(x, want[f"{s}.hidden.{i + 1}"], 2e-5)
-        close(model.norm(x), want[f"{s}.hidden.final"], 2e-5)
+            close(x, want[f"{s}.hidden.{i + 1}"], 5e-5)
+        close(model.norm(x), want[f"{s}.hidden.final"], 5e-5)
 
 
 def test_loss_and_every_gradient_of_the_padded_batch(device, family):
