@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..errors import CheckpointError
 
-__all__ = ["GEMMA", "GPT2", "LLAMA", "Entry", "Names", "entries"]
+__all__ = ["GPT2", "LLAMA", "Entry", "Names", "entries"]
 
 #: (pattern of our path, stored name, whether its matrices are stored [in, out])
 Row = tuple[str, str, bool]
@@ -53,24 +53,6 @@ _LLAMA: tuple[Row, ...] = (
     ),
     (r"layers\.(\d+)\.(self_attn|mlp)\.(.*)", r"model.layers.\1.\2.\3", False),
 )
-_GEMMA: tuple[Row, ...] = (
-    (
-        r"layers\.(\d+)\.norm2\.(.*)",
-        r"model.layers.\1.pre_feedforward_layernorm.\2",
-        False,
-    ),
-    (
-        r"layers\.(\d+)\.post_norm1\.(.*)",
-        r"model.layers.\1.post_attention_layernorm.\2",
-        False,
-    ),
-    (
-        r"layers\.(\d+)\.post_norm2\.(.*)",
-        r"model.layers.\1.post_feedforward_layernorm.\2",
-        False,
-    ),
-    *_LLAMA,
-)
 _GPT2: tuple[Row, ...] = (
     (r"embed_tokens\.(.*)", r"transformer.wte.\1", False),
     (r"embed_positions\.(.*)", r"transformer.wpe.\1", False),
@@ -93,7 +75,6 @@ _GPT2_FUSED = (
     ),
 )
 LLAMA = Names(_LLAMA)
-GEMMA = Names(_GEMMA)
 GPT2 = Names(_GPT2, _GPT2_FUSED, "transformer.", r".*\.attn\.(masked_)?bias")
 
 
