@@ -113,7 +113,12 @@ def signature(g: Group) -> tuple[Any, dict[Tensor, int]]:
                 None if place is None else (number(place[0]), tuple(ids[x] for x in place[1])),
             )
         )  # fmt: skip
-    return (g.kind, g.rows, g.lanes, tuple(g.why), tuple(parts)), tensors
+    # Equal bodies may come from different stages that were inlined: what is computed is numbered by these.
+    computed = members_of(g)
+    at = {s: i for i, s in enumerate(computed)}
+    inlined = tuple(tuple(at.get(n.data, -1) for n in s.loads) for s in computed)
+    own = tuple(at.get(m.stage, -1) for m in g.members)
+    return (g.kind, g.rows, g.lanes, tuple(g.why), tuple(parts), inlined, own), tensors
 
 
 # ------------------------------------------------------------------ kernels without their arrays
