@@ -103,9 +103,14 @@ def merge_updates(a: Arrangement) -> None:
             classes.setdefault(u.key, []).append(u)
     for updates in classes.values():
         updates.sort(key=lambda u: a.outs[u.stored[0].stage])
-        for chunk in _chunks(_distinct(updates), a):
-            if len(chunk) > 1:
-                _merge(chunk, a)
+        # Operands that lie in arenas already must lie in the same ones, e.g. moments that two kernels read.
+        apart: dict[tuple[Stage | None, ...], list[Update]] = {}
+        for u in _distinct(updates):
+            apart.setdefault(tuple(a.places[s][0] if s in a.places else None for s in u.operands), []).append(u)
+        for together in apart.values():
+            for chunk in _chunks(together, a):
+                if len(chunk) > 1:
+                    _merge(chunk, a)
 
 
 def _distinct(updates: Sequence[Update]) -> list[Update]:
@@ -156,7 +161,7 @@ def _merge(updates: list[Update], a: Arrangement) -> None:
     homes = [_common_home([u.operands[k] for u in updates], offsets, total, a) for k in range(len(first.operands))]
     if any(h is None and any(u.operands[k] in a.places for u in updates) for k, h in enumerate(homes)):
         return
-    overwritten = _overwritten(updates, homes, a)
+    overwritten = _overwritten(updates, a)
     copied = [
         k
         for k, h in enumerate(homes)
@@ -186,7 +191,7 @@ def _merge(updates: list[Update], a: Arrangement) -> None:
     for u, offset in zip(updates, offsets, strict=True):
         for s, arena in [*zip(u.operands, arenas, strict=True), *zip([m.stage for m in u.stored], results, strict=True)]:
             a.places.setdefault(s, (arena, offset))
-    a.overwritten |= {arenas[k] for k in overwritten.values()}
+    a.gone |= {u.operands[k] for k in overwritten.values() for u in updates}
     a.replace(first.group, [_merged(updates, arenas, results, total)])
     names = ", ".join(dict.fromkeys(m.stage.name for m in first.stored))
     a.log.append(
@@ -205,12 +210,11 @@ def _common_home(stages: Sequence[Stage], offsets: Sequence[int], total: int, a:
     return parent if all(p == (parent, o) for p, o in zip(places, offsets, strict=True)) else None
 
 
-def _overwritten(updates: Sequence[Update], homes: Sequence[Stage | None], a: Arrangement) -> dict[int, int]:
+def _overwritten(updates: Sequence[Update], a: Arrangement) -> dict[int, int]:
     """For each result the operand whose memory it takes over, if there is one that the caller gives up."""
     first = updates[0]
-    free = {
-        k for k, h in enumerate(homes) if h not in a.overwritten and all(u.operands[k] in a.donated for u in updates)
-    }
+    given_up = a.donated - a.gone
+    free = {k for k in range(len(first.operands)) if all(u.operands[k] in given_up for u in updates)}
     used = [{n.data for n in E.loads(b)} for b in first.bodies]
     slots = [_slot(k, s.dtype) for k, s in enumerate(first.operands)]
     chosen: dict[int, int] = {}

@@ -35,7 +35,7 @@ class Arrangement:
         # What a program gives back must stay as it came.
         self.donated = {inputs[i] for i in donated} - set(outs)
         self.places: dict[Stage, tuple[Stage, int]] = {}
-        self.overwritten: set[Stage] = set()  # homes that hold something new at the end
+        self.gone: set[Stage] = set()  # tensors whose memory holds something newer at the end
         self.log: list[str] = []
         self._position = {g: i for i, g in enumerate(partition.groups)}
         self._unit = {g: g for g in partition.groups}  # the kernel that each group belongs to
@@ -56,7 +56,7 @@ class Arrangement:
         unit = dict(self._unit)
         if one:
             first = min(one, key=lambda g: self._position[g])
-            unit.update({g: first for g in one})
+            unit.update(dict.fromkeys(one, first))
         every = self._edges | set(edges)
         if self._sorted(unit, every) is None:
             return False
@@ -99,6 +99,11 @@ class Arrangement:
                 if not waits[b]:
                     heapq.heappush(heap, (place[b], b))
         return out if len(out) == len(after) else None
+
+    def place(self, result: Stage, base: Stage) -> None:
+        """Give a result the memory of a tensor that is needed no more."""
+        self.places[result] = (base, 0)
+        self.gone.add(base)
 
     def home(self, stage: Stage) -> Stage:
         """The tensor in whose memory a stage lies."""

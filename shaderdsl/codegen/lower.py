@@ -10,6 +10,7 @@ from ..ir.stage import Stage, topo_stages
 from .arena import merge_updates
 from .arrangement import Arrangement
 from .contract import contract_kernels
+from .inplace import write_in_place
 from .map import map_kernels
 from .partition import Group, Partition
 from .program import Kernel, Program
@@ -47,6 +48,7 @@ def lower(
     partition = Partition(outs, target)
     arrangement = Arrangement(partition, target, inputs, outs, donated)
     merge_updates(arrangement)
+    write_in_place(arrangement)
     kernels: list[Kernel] = []
     for g in arrangement.groups():
         if g.kind not in SCHEDULES:

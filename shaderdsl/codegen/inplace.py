@@ -1,0 +1,166 @@
+"""Maps that overwrite what they read: slices written into an array, and elementwise results over a donated operand.
+
+``update_slice`` is a map like any other: the new elements inside of the slice, the old ones elsewhere. Where nobody needs the
+old array any more, only the slice has to be written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..ir import expr as E
+from ..ir.expr import Expr
+from ..ir.indexmap import interval, number
+from ..ir.stage import Stage
+from .address import Address, linear, load_address
+from .arrangement import Arrangement
+from .member import Member
+from .partition import Group
+from .schedule import kernel_bodies
+
+
+@dataclass(frozen=True)
+class Slice:
+    """``where(start ≤ axis < start + length, new, …)``"""
+
+    axis: int
+    start: Expr
+    length: int
+    new: Expr
+
+
+def write_in_place(a: Arrangement) -> None:
+    """Give results the memory of an operand that nobody reads afterwards."""
+    for g in a.partition.groups:
+        if g.kind == "map" and a.untouched(g) and not _update_slices(g, a):
+            _overwrite(g, a)
+
+
+def find_slices(body: Expr, space: Sequence[int]) -> tuple[list[Slice], Expr]:
+    """A chain of updates, the first first, and what they start from."""
+    found: list[Slice] = []
+    while body.kind == "apply" and body.data == "where":
+        condition, new, rest = body.args
+        s = _slice(condition, new, space)
+        if s is None:
+            break
+        found.insert(0, s)
+        body = rest
+    return found, body
+
+
+def _slice(condition: Expr, new: Expr, space: Sequence[int]) -> Slice | None:
+    """An update whose slice surely lies inside of its axis."""
+    if condition.kind != "apply" or condition.data != "and":
+        return None
+    low, high = condition.args
+    if not all(c.kind == "apply" and c.data == op for c, op in ((low, "le"), (high, "lt"))):
+        return None
+    (start, here), (also_here, end) = low.args, high.args
+    if here is not also_here or here.kind != "index" or start.free:
+        return None
+    if end.kind != "apply" or end.data != "add" or end.args[0] is not start:
+        return None
+    length = number(end.args[1])
+    first, last = interval(start, space)
+    if length is None or first < 0 or last + length > space[here.data]:
+        return None
+    return Slice(here.data, start, length, new)
+
+
+def _update_slices(g: Group, a: Arrangement) -> bool:
+    """Write the slices alone, if what surrounds them is there already."""
+    if len(g.stored) != 1:
+        return False
+    (m,) = g.stored
+    slices, rest = find_slices(kernel_bodies(g)[m], g.space)
+    if not slices or rest.kind != "load":
+        return False
+    base: Stage = rest.data
+    others = [n.data for s in slices for n in E.loads(s.new, s.start)]
+    if not _same_place(g, m, rest) or base in others or not _may_take(base, m.stage, g, a):
+        return False
+    a.place(m.stage, base)
+    parts = [_slice_group(g, m, s, base) for s in slices]
+    parts[-1].stands_for = [g]
+    a.replace(g, parts)
+    a.log.append(f"{m.stage.name} {list(m.stage.shape)} is written into {base.name}: {len(slices)} slice(s) alone")
+    return True
+
+
+def _may_take(base: Stage, result: Stage, g: Group, a: Arrangement) -> bool:
+    """Whether a result may overwrite a tensor: nobody needs it later."""
+    if (base.size, base.dtype) != (result.size, result.dtype) or result in a.places:
+        return False
+    if base in a.outs or base in a.gone:
+        return False
+    if base not in (a.donated if base.kind == "input" else a.partition.group):
+        return False
+    return a.allow(a.before(base, g))
+
+
+def _same_place(g: Group, m: Member, load: Expr) -> bool:
+    """Whether a load reads exactly the element that the member is stored to."""
+    store = linear(m.stage.shape, g.own_load(m).args, g.space)
+    return _plain(store) is not None and _plain(store) == _plain(load_address(load, g.space))
+
+
+def _plain(f: Address) -> dict[int, int] | None:
+    """The coefficients of an address that is a sum of axes."""
+    return None if f.const or any(isinstance(t.what, Expr) for t in f.terms) else f.axes()
+
+
+def _slice_group(g: Group, m: Member, s: Slice, base: Stage) -> Group:
+    """The kernel of one slice: the map over its positions alone, stored into the whole array."""
+    extents = list(g.space)
+    extents[s.axis] = s.length
+    live = [a for a in range(len(extents)) if extents[a] != 1]
+    renamed = {a: E.index(i) for i, a in enumerate(live)}
+    axes = {a: renamed.get(a, E.const(0)) for a in range(len(extents))}
+    inner = axes[s.axis]  # the position in the slice
+    outer = {**axes, s.axis: s.start + inner}
+    # What reads ``axis - start`` reads the position in the slice; to say so saves the check that it is in range.
+    offset, mark = E.index(s.axis) - s.start, E.index(len(extents))
+    new = E.rewrite(s.new, lambda n, args: mark if n is offset else (E.rebuild(n, args) if n.args else n))
+    body = E.substitute(new, {**outer, len(extents): inner})
+    ext = tuple(extents[a] for a in live)
+    stage = Stage("map", ext, (), None, body, None, m.stage.dtype, m.stage.name)
+    stage.loc = m.stage.loc
+    member = Member(stage, body, "map", tuple(range(len(ext))), (), tuple(E.loads(body)))
+    indices = [E.substitute(i, outer) for i in g.own_load(m).args]
+    return Group(
+        "map",
+        (),
+        ext,
+        members=[member],
+        axes={member: list(range(len(ext)))},
+        stored=[member],
+        why=[*g.why, "only the slice is written: nobody reads the old array afterwards"],
+        anchors=g.anchors,
+        targets={stage: (base, indices)},
+        stands_for=[],
+    )
+
+
+def _overwrite(g: Group, a: Arrangement) -> None:
+    """Store results over donated operands that are read at the same element and nowhere else."""
+    bodies = [b for m, b in kernel_bodies(g).items() if m in g.stored]
+    loads: dict[Stage, list[Expr]] = {}
+    for n in E.loads(*bodies):
+        loads.setdefault(n.data, []).append(n)
+    for m in g.stored:
+        if m.stage not in a.outs or m.stage.size != math.prod(g.space):
+            continue
+        # Halves of words are written atomically, which a plain load cannot stand beside.
+        if m.stage.dtype == "f16" and not a.target.features.f16:
+            continue
+        for base, reads in loads.items():
+            if base not in a.donated or not all(_same_place(g, m, n) for n in reads):
+                continue
+            if _may_take(base, m.stage, g, a):
+                g.targets[m.stage] = (base, reads[0].args)
+                a.place(m.stage, base)
+                a.log.append(f"{m.stage.name} {list(m.stage.shape)} overwrites {base.name}")
+                break
