@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from .array import Array, asarray
 from .errors import CheckpointError, ShaderError
 from .function import compile, value_and_grad
 from .nn.safetensors import SafetensorsFile
+from .runtime import synchronize
 
 __all__ = ["TrainConfig", "Trainer", "saved_run"]
 
@@ -138,11 +139,16 @@ class Trainer:
         self._total, self._counted = _zero(), 0
         return mean
 
-    def held_out_loss(self, sample: int | None = None) -> float:
+    def held_out_loss(
+        self,
+        sample: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> float:
         """The loss on the text that is not trained on, in nats a byte.
 
         Args:
             sample: judge about so many bytes, spread over it; by default all of it.
+            progress: is told now and then how many of how many sequences are done.
         """
         inputs, labels = self._judged
         if sample is not None:
@@ -158,6 +164,10 @@ class Trainer:
         for at in range(0, len(inputs), count):
             rows = slice(at, at + count)
             total = self._judge(self.model, total, inputs[rows], labels[rows])
+            done = at + count
+            if progress is not None and (at // count % 8 == 7 or done == len(inputs)):
+                synchronize()
+                progress(done, len(inputs))
         return float(total) / int((labels != -100).sum())
 
     def save(self, run: Path) -> Path:

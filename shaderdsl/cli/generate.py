@@ -7,9 +7,12 @@ Face folder with a tokenizer.json.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from .progress import Progress
 
 __all__ = ["add_arguments", "load_model", "run", "sample"]
 
@@ -47,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--temperature must not be negative")
     folder = model_folder(args.folder)
     model = load_model(folder)
+    bar = Progress(args.max_new_tokens, "token", stream=sys.stderr)
     text = sample(
         model,
         args.prompt,
@@ -56,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.seed,
+        progress=lambda done: bar.update(done) if bar.terminal else None,
     )
+    bar.close()
     print(text)
     return 0
 
@@ -115,6 +121,7 @@ def sample(
     codec: Codec = BYTES,
     max_new_tokens: int = 200,
     seed: int = 0,
+    progress: Callable[[int], None] = lambda done: None,
     **options: Any,
 ) -> str:
     """The prompt and what the model makes of it; options as of ``model.generate``.
@@ -138,4 +145,5 @@ def sample(
         )
         ids += [int(token) for token in made[len(context) :]]
         part += 1
+        progress(max_new_tokens - (end - len(ids)))
     return decode(ids)

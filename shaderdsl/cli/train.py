@@ -105,6 +105,8 @@ def train(trainer: Trainer, out: Path, save_every: int, judge_every: int) -> int
         f"into {out}",
         flush=True,
     )
+    if trainer.step < config.steps:
+        print("compiling the step, once", flush=True)
     bar = Progress(config.steps, "step", done=trainer.step)
     loss = held_out = None
     with _Interrupt() as interrupt:
@@ -118,12 +120,9 @@ def train(trainer: Trainer, out: Path, save_every: int, judge_every: int) -> int
             if step % judge_every == 0 and not last:
                 held_out = trainer.held_out_loss(sample=4096)
                 trainer.history.append({"step": step, "held_out": held_out})
-            if loss is not None and bar.due(step):
+            if bar.due(step):
                 speed = (step - bar.first) * per_step / bar.seconds
-                note = f"loss {loss:.3f}  {speed:,.0f} tokens/s"
-                if held_out is not None:
-                    note += f"  held out {held_out:.3f}"
-                bar.update(step, note)
+                bar.update(step, _note(loss, speed, held_out))
             if step % save_every == 0 and not last:
                 trainer.save(out)
         bar.close()
@@ -136,13 +135,36 @@ def train(trainer: Trainer, out: Path, save_every: int, judge_every: int) -> int
             )
             return 130
         print("judging all of the held-out text", flush=True)
-        held_out = trainer.held_out_loss()
+        held_out = trainer.held_out_loss(progress=_Judging())
         trainer.history.append({"step": trainer.step, "whole": held_out})
         folder = trainer.save(out)
     print(f"model: {folder}")
     print(f"curve: {draw(trainer.history, out / 'loss.png')}")
     print(f"held-out loss: {held_out:.3f} nats/byte", flush=True)
     return 0
+
+
+def _note(loss: float | None, speed: float, held_out: float | None) -> str:
+    parts = [
+        "" if loss is None else f"loss {loss:.3f}",
+        f"{speed:,.0f} tokens/s",
+        "" if held_out is None else f"held out {held_out:.3f}",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+class _Judging:
+    """Shows how much of the held-out text has been judged."""
+
+    bar: Progress | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self.bar is None:
+            self.bar = Progress(total, "sequence", done=done)
+        if self.bar.due(done) and done > self.bar.first:
+            self.bar.update(done)
+        if done == total:
+            self.bar.close()
 
 
 def _fresh(args: argparse.Namespace) -> tuple[Trainer, Path]:
