@@ -133,14 +133,17 @@ def extent(axis: str) -> Any:
 # ------------------------------------------------------------------ reductions
 
 
+def _here() -> str:
+    """The op that is being traced, and the user's line."""
+    return f"{T.current().name} ({E.user_location()})"
+
+
 def _reduction(
     monoid: str, x: Any, over: str | None, axis: Any, keepdims: bool, condition: Any, name: str
 ) -> Any:
     if isinstance(x, T.Value) or T.inside():
         if over is None:
-            raise ReductionError(
-                f"sd.{name} inside an op names its axes", where=E.user_location(), cure='write over="d"'
-            )
+            raise ReductionError(f"sd.{name} inside an op names its axes", where=_here(), cure='write over="d"')
         return T.reduce(monoid, x, over, condition, f"{T.current().name}_{name}")
     arrays = [asarray(x)] + ([asarray(condition)] if condition is not None else [])
     return call(lambda a, c=None: A.reduce(monoid, a, axis, keepdims, c, name), *arrays)
@@ -177,7 +180,7 @@ def _count(x: Any, over: str | None, axis: Any, condition: Any, keepdims: bool, 
         value: Any = None
         for a in trace.axes(over or ""):
             if trace.extents[a] == 0:
-                raise ReductionError(f"{name} over {over!r} of size 0", where=E.user_location())
+                raise ReductionError(f"{name} over {over!r} of size 0", where=_here())
             n = T.Value(E.cast(E.size(trace.extents[a]), "f32"), trace)
             value = n if value is None else value * n
         return value
@@ -262,9 +265,9 @@ def _arg(monoid: str, x: Any, over: str | None, axis: Any, keepdims: bool) -> An
         trace = T.current()
         axes = trace.axes(over or "")
         if len(axes) != 1:
-            raise ReductionError(f"arg{monoid} is over one axis, not {over!r}", where=E.user_location())
+            raise ReductionError(f"arg{monoid} is over one axis, not {over!r}", where=_here())
         if trace.extents[axes[0]] == 0:
-            raise ReductionError(f"arg{monoid} over {over!r} of size 0", where=E.user_location())
+            raise ReductionError(f"arg{monoid} over {over!r} of size 0", where=_here())
         kept = [a for a in range(len(trace.extents)) if a != axes[0]]
         return T.Value(
             A.first_hit(monoid, x.expr, kept, axes[0], trace.extents, f"{trace.name}_arg{monoid}"), trace
