@@ -74,7 +74,7 @@ def column_kernels(g: Group, target: Target) -> list[Kernel]:
 
 def _shares(rows: int, threads: int, target: Target) -> int:
     """Into how many parts the rows are cut: enough threads to fill the device, and no loop beyond its budget."""
-    wanted = 512 if target.family == "software" else 65536
+    wanted = 512 if target.family == "software" else 1 << 18
     shares = max(1, min(rows, -(-wanted // max(threads, 1)), 256))
     while -(-rows // shares) > target.loop_budget // 2:
         shares *= 2
@@ -82,33 +82,49 @@ def _shares(rows: int, threads: int, target: Target) -> int:
 
 
 def finish_kernel(m: Member, partial: Scratch, shares: int, target: Target) -> Kernel:
-    """Second stage: combine the shares of each output, in order."""
+    """Second stage: combine the shares of each output, in a fixed order.
+
+    Lanes take every ``parts``-th share of an output; a tree in workgroup memory joins them.
+    """
     stage = m.stage
     monoid, dtype = stage.monoid or "sum", m.body.dtype
     n = stage.size
     w = Writer([], target)
-    vector = n % WIDTH == 0 and stage.dtype != "f16"
-    wide = WIDTH if vector else 1
-    size = 64
-    w.binding(partial, vector, False)
-    out = w.binding(stage, vector, True)
-    count = w.param(("n",), n // wide, stem="n")
-    parts = w.param(("shares",), shares, stem="shares")
-    w.line(f"let i = (group.y * groups.x + group.x) * {size}u + lane;")
-    w.line(f"if (i >= {count}) {{ return; }}")
-    w.line(f"var acc: {wgsl_type(dtype, vector)} = {w.read(partial, 'i', vector)};")
-    step = combine(monoid, "acc", w.read(partial, f"k * {count} + i", vector), dtype, vector)
-    w.line(f"for (var k = 1u; k < {parts}; k++) {{ acc = {step}; }}")
-    if stage.dtype == "f16":
-        w._store_one(stage, out, "i", "acc")
-    else:
-        w.line(w.write(stage, "i", "acc", vector))
+    parts = 1
+    while parts < (1 if target.family == "software" else 16) and parts * 8 <= shares:
+        parts *= 2
+    size = 64 if parts == 1 else 256
+    outputs = size // parts
+    w.binding(partial, False, False)
+    w.binding(stage, False, True)
+    count = w.param(("n",), n, stem="n")
+    total = w.param(("shares",), shares, stem="shares")
+    w.line(f"let i = (group.y * groups.x + group.x) * {outputs}u + lane % {outputs}u;")
+    w.line(f"let part = lane / {outputs}u;")
+    w.line(f"let at = min(i, {count} - 1u);")
+    w.line(f"var acc: {wgsl_type(dtype)} = {identity(w, monoid, dtype)};")
+    step = combine(monoid, "acc", w.read(partial, f"k * {count} + at", False), dtype)
+    w.line(f"for (var k = part; k < {total}; k += {parts}u) {{ acc = {step}; }}")
+    if parts > 1:
+        w.shared.append(f"var<workgroup> joined: array<{wgsl_type(dtype)}, {size}>;")
+        w.line("joined[lane] = acc;")
+        w.line("workgroupBarrier();")
+        half = parts // 2
+        while half:
+            other = f"joined[lane + {half * outputs}u]"
+            w.line(f"if (part < {half}u) {{ joined[lane] = {combine(monoid, 'joined[lane]', other, dtype)}; }}")
+            w.line("workgroupBarrier();")
+            half //= 2
+        w.line("acc = joined[lane];")
+    w.open()
+    w._store_one(stage, w.bound[stage].name, "i", "acc")
+    w.blocks[0] += [f"if (part == 0u && i < {count}) {{", *indent(w.close()), "}"]
     return Kernel(
         name=f"finish_{stage.name}",
         archetype="column",
         wgsl=w.text([f"second stage of {stage.name}"], (size, 1, 1), BUILTINS, w.blocks[0]),
         workgroup_size=(size, 1, 1),
-        workgroups=fold(-(-(n // wide) // size), target),
+        workgroups=fold(-(-n // outputs), target),
         bindings=w.bindings(),
         params=w.param_block(),
         members=(),
@@ -117,4 +133,3 @@ def finish_kernel(m: Member, partial: Scratch, shares: int, target: Target) -> K
         bytes=(shares + 1) * stage.nbytes,
         reason="adds the partial results of the kernel before, in a fixed order",
     )
-

@@ -50,6 +50,9 @@ class Tree:
         self.w, self.threads, self.width, self.position = w, threads, width, position
         self.arrays: dict[tuple[str, int], str] = {}
         self.dirty = False
+        # Subgroups may be of any size, so a segment must be the whole workgroup.
+        has = w.target.features.subgroups and w.target.family == "gpu"
+        self.subgroups = has and width == threads and threads >= 64
 
     def _array(self, dtype: str, slot: int) -> str:
         key = (dtype, slot)
@@ -64,6 +67,8 @@ class Tree:
         if self.width == 1:
             return [v for _, _, v in values]
         w = self.w
+        if self.subgroups:
+            return self._by_subgroups(values, depth)
         if self.dirty:
             w.line("workgroupBarrier();", depth)  # results of the phase before have been read
         slots: dict[str, int] = {}
@@ -86,3 +91,39 @@ class Tree:
         first = "0u" if self.width == self.threads else f"lane - {self.position}"
         return [w.let(f"{name}[{first}]", depth, "r") for name in names]
 
+    def _by_subgroups(self, values: Sequence[tuple[str, str, str]], depth: int) -> list[str]:
+        """Shuffles inside of each subgroup, then all lanes of each read the subgroups' results.
+
+        Works for subgroups of any size; the order of combination depends on the device alone.
+        """
+        w = self.w
+        w.uses_subgroups = True
+        if self.dirty:
+            w.line("workgroupBarrier();", depth)
+        slots: dict[str, int] = {}
+        names, totals = [], []
+        for monoid, dtype, v in values:
+            k = slots[dtype] = slots.get(dtype, -1) + 1
+            names.append(self._array(dtype, k))
+            total = w.fresh("s")
+            totals.append(total)
+            w.line(f"var {total} = {v};", depth)
+            other = f"subgroupShuffleXor({total}, d)"
+            w.line(
+                f"for (var d = sg_size / 2u; d > 0u; d /= 2u) {{ {total} = {combine(monoid, total, other, dtype)}; }}",
+                depth,
+            )
+            w.line(f"if (sg_lane == 0u) {{ {names[-1]}[sg] = {total}; }}", depth)
+        w.line("workgroupBarrier();", depth)
+        for (monoid, dtype, _), name, total in zip(values, names, totals, strict=True):
+            neutral = identity(w, monoid, dtype)
+            w.line(f"{total} = {neutral};", depth)
+            step = combine(monoid, total, f"{name}[q]", dtype)
+            w.line(f"for (var q = sg_lane; q < sg_count; q += sg_size) {{ {total} = {step}; }}", depth)
+            other = f"subgroupShuffleXor({total}, d)"
+            w.line(
+                f"for (var d = sg_size / 2u; d > 0u; d /= 2u) {{ {total} = {combine(monoid, total, other, dtype)}; }}",
+                depth,
+            )
+        self.dirty = True
+        return [w.let(total, depth, "r") for total in totals]

@@ -79,7 +79,7 @@ class Writer:
         self.shared: list[str] = []
         self.addresses: dict[Expr, Address] = {}
         self.plain: set[Tensor] = set()
-        self.uses_f16 = False
+        self.uses_subgroups = False
         self._counter = 0
 
     # -------------------------------------------------------------- blocks
@@ -409,6 +409,13 @@ class Writer:
         head = [f"// {c}" for c in comment]
         if any(t.dtype == "f16" for t in self.bound) and self.target.features.f16:
             head.append("enable f16;")
+        if self.uses_subgroups:
+            if self.target.enable_subgroups_directive:
+                head.append("enable subgroups;")
+            builtins += (
+                ", @builtin(subgroup_size) sg_size: u32, @builtin(subgroup_invocation_id) sg_lane: u32"
+                ", @builtin(subgroup_id) sg: u32, @builtin(num_subgroups) sg_count: u32"
+            )
         for k, (tensor, b) in enumerate(self.bound.items()):
             access = "read_write" if b.write else "read"
             head.append(
