@@ -8,6 +8,7 @@ from dataclasses import replace
 from .contract_plan import Contraction, analyse
 from .contract_registers import Block, choose_block, registers
 from .contract_split import sum_pieces
+from .contract_tiled import Shape, choose_shape, tiled
 from .partition import Group
 from .program import Kernel, Scratch
 from .schedule import kernel_name
@@ -20,19 +21,42 @@ _LONGEST = 16_384
 def contract_kernels(group: Group, target: Target) -> list[Kernel]:
     """Print a group whose first member is a contraction."""
     c = analyse(group, target)
-    return register_kernels(c, choose_block(c))
+    if target.family == "software":
+        return register_kernels(c, choose_block(c))
+    # Two more loops than chunks of k: copies of the first one, and the budget of a strict driver.
+    longest = min(_LONGEST, target.loop_budget // 2)
+    return tiled_kernels(c, *choose_shape(c, longest))
+
+
+def tiled_kernels(c: Contraction, shape: Shape, splits: int) -> list[Kernel]:
+    """Tiles in workgroup memory."""
+    name = kernel_name(c.group)
+    splits = no_empty(-(-c.sizes[3] // shape.bk), splits)
+    if splits == 1:
+        return [tiled(c, name, shape)]
+    scratch = Scratch(f"{c.member.stage.name}_pieces", "f32", splits * c.member.stage.size)
+    return in_pieces(c, tiled(c, name, shape, splits, scratch), scratch, splits)
 
 
 def register_kernels(c: Contraction, block: Block, splits: int = 0) -> list[Kernel]:
     """Blocks in registers, in pieces of k where a sum would be too long or the threads too few."""
     name = kernel_name(c.group)
-    splits = splits or choose_splits(c, block)
+    splits = no_empty(-(-c.sizes[3] // c.unroll), splits or choose_splits(c, block))
     if splits == 1:
         return [registers(c, name, block)]
     scratch = Scratch(f"{c.member.stage.name}_pieces", "f32", splits * c.member.stage.size)
-    first = registers(c, name, block, splits, scratch)
-    first = replace(first, members=(), writes=(), reason=f"{first.reason}; {splits} pieces of k".lstrip("; "))
-    return [first, sum_pieces(c, scratch, splits, name)]
+    return in_pieces(c, registers(c, name, block, splits, scratch), scratch, splits)
+
+
+def no_empty(steps: int, splits: int) -> int:
+    """Pieces, none of them empty."""
+    return -(-steps // -(-steps // splits))
+
+
+def in_pieces(c: Contraction, first: Kernel, scratch: Scratch, splits: int) -> list[Kernel]:
+    """Both stages; the second one computes and stores the members."""
+    why = f"{first.reason}; {splits} pieces of k".lstrip("; ")
+    return [replace(first, members=(), writes=(), reason=why), sum_pieces(c, scratch, splits, first.name)]
 
 
 def choose_splits(c: Contraction, block: Block) -> int:

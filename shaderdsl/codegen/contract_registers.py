@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..ir import expr as E
-from .contract_plan import Contraction, Copies, inner_axis, plain_tensors
-from .address import Address, Term
-from .program import Kernel, Scratch, Tensor
+from .contract_plan import Contraction, inner_axis, plain_tensors
+from .contract_tile import XYZW, Tile, plus
+from .program import Kernel, Scratch
 from .schedule import BUILTINS, finish, fold
 from .target import Target
-from .writer import WIDTH, Writer, contiguous, indent
-
-_XYZW = "xyzw"
+from .writer import WIDTH, Writer, indent
 
 
 @dataclass(frozen=True)
@@ -82,16 +78,16 @@ def registers(c: Contraction, name: str, block: Block, splits: int = 1, scratch:
         c.left_mode = ""  # a lane loads single rows
     w = Writer(c.group.space, c.target)
     plain_tensors(c, w, epilogue=scratch is None)
-    tile = _Tile(c, w, block, splits)
+    tile = _Registers(c, w, block, splits)
     tile.begin()
     loop = tile.multiply()
+    w.open()
     if scratch is None:
         tile.epilogue()
     else:
         tile.partial(scratch)
-    lines = [*w.blocks[0], *loop, *w.blocks[1], *tile.end]
-    grid = fold(tile.count, c.target)
-    kernel = finish(c.group, w, c.layout, lines, name, "contract", block.size, grid)
+    lines = [*w.blocks[0], *loop, *w.blocks[1]]
+    kernel = finish(c.group, w, c.layout, lines, name, "contract", block.size, fold(tile.count, c.target))
     if block.lanes:
         builtins = f"{BUILTINS}, @builtin(subgroup_invocation_id) sub: u32"
         enable = "enable subgroups;\n" if c.target.enable_subgroups_directive else ""
@@ -99,64 +95,41 @@ def registers(c: Contraction, name: str, block: Block, splits: int = 1, scratch:
     return kernel
 
 
-class _Tile:
-    """The text of one thread's block."""
-
+class _Registers(Tile):
     def __init__(self, c: Contraction, w: Writer, block: Block, splits: int):
-        self.c, self.w, self.block, self.splits = c, w, block, splits
-        self.copies = Copies(c, w)
-        self.end: list[str] = []
-        batch, m, n, _ = c.sizes
-        self.across = -(-n // (block.tn * block.x))
-        self.down = -(-m // (block.tm * block.y))
-        self.count = self.across * self.down * batch * splits
+        _, m, n, _ = c.sizes
+        across, down = -(-n // (block.tn * block.x)), -(-m // (block.tm * block.y))
+        super().__init__(c, w, across, down, block.tm, block.tn, splits)
+        self.block = block
 
     def begin(self) -> None:
         """Which block this thread works on."""
-        c, w, b = self.c, self.w, self.block
-        w.line(f"let tile = group.y * groups.x + group.x;")
-        w.line(f"if (tile >= {w.param(('tiles',), self.count, stem='tiles')}) {{ return; }}")
-        across, down = w.param(("across",), self.across, stem="across"), w.param(("down",), self.down, stem="down")
-        w.line(f"let n0 = (tile % {across} * {b.x}u + lane % {b.x}u) * {b.tn}u;")
-        w.line(f"let rest = tile / {across};")
-        w.line(f"let m0 = (rest % {down} * {b.y}u + lane / {b.x}u) * {b.tm}u;")
-        w.line(f"let outer = rest / {down};")
-        batch = "outer"
-        if self.splits > 1:
-            splits = w.param(("splits",), self.splits, stem="splits")
-            w.line(f"let piece = outer % {splits};")
-            batch = w.let(f"outer / {splits}", 0, "q")
-        self.m_end, self.n_end = w.extent(q for g in c.m for q in g), w.extent(q for g in c.n for q in g)
-        if not b.lanes:
+        w, b = self.w, self.block
+        self.decode()
+        w.line(f"let n0 = (tile_n * {b.x}u + lane % {b.x}u) * {b.tn}u;")
+        row = "tile_m" if b.y == 1 else f"(tile_m * {b.y}u + lane / {b.x}u)"
+        w.line(f"let m0 = {row} * {b.tm}u;")
+        if not b.lanes:  # lanes that share must all stay
             w.line(f"if (m0 >= {self.m_end} || n0 >= {self.n_end}) {{ return; }}")
-        own = {a: a for g in c.batch for a in g}
-        self.copies.place(own, c.batch, batch, 0)
 
     def shared_rows(self) -> list[str]:
         """Positions of the rows that this lane loads for all the lanes."""
         w, b = self.w, self.block
         lane = w.let(f"sub % {b.lanes}u", 0, "l")
-        return [
-            w.let(f"min({plus('m0', i)} + {lane}, {self.m_end} - 1u)", 0, "m") for i in range(0, b.tm, b.lanes)
-        ]
+        return [w.let(f"min({plus('m0', i)} + {lane}, {self.m_end} - 1u)", 0, "m") for i in range(0, b.tm, b.lanes)]
 
-    def units(self, wide: bool, count: int, start: str, stop: str, stem: str, depth: int = 0) -> list[str]:
+    def units(self, wide: bool, count: int, start: str, stop: str, stem: str) -> list[str]:
         """Positions of a thread's rows or columns (vec4s of them), clamped into the array."""
         step = WIDTH if wide else 1
         if wide:
             start, stop = f"{start} / {WIDTH}u", f"{stop} / {WIDTH}u"
-        return [
-            self.w.let(f"min({plus(start, i)}, {stop} - 1u)", depth, stem) for i in range(count // step)
-        ]
+        return [self.w.let(f"min({plus(start, i)}, {stop} - 1u)", 0, stem) for i in range(count // step)]
 
     def multiply(self) -> list[str]:
         """The loop over k; gives its lines, accumulators included."""
         c, w, b = self.c, self.w, self.block
         u = c.unroll
-        if b.lanes:
-            places = self.shared_rows()
-        else:
-            places = self.units(c.left_mode == "m", b.tm, "m0", self.m_end, "m")
+        places = self.shared_rows() if b.lanes else self.units(c.left_mode == "m", b.tm, "m0", self.m_end, "m")
         rows = [self.placed(c.m, at, c.left_mode == "m") for at in places]
         columns = [
             self.placed(c.n, at, c.right_mode == "n")
@@ -165,129 +138,48 @@ class _Tile:
         self.acc = [[f"c{i}x{j}" for j in range(len(columns))] for i in range(b.tm)]
         kind = "vec4<f32>" if c.right_mode == "n" else "f32"
         head = [f"var {x}: {kind};" for line in self.acc for x in line]
-        steps = w.extent([q for g in c.k for q in g], u)
-        start, stop = "0u", steps
-        if self.splits > 1:
-            piece = w.param(("piece",), self.chunk(), stem="piece")
-            start = w.let(f"piece * {piece}", 0, "s")
-            stop = w.let(f"min({start} + {piece}, {steps})", 0, "s")
+        steps = -(-c.sizes[3] // u)
+        start, stop = self.piece(-(-steps // self.splits), u)
         w.open()
         whole = self.placed(c.k, "k", True, 1) if u > 1 else {}
         ks = []
         for s in range(u):
-            at = "k" if u == 1 else w.let(f"k * {WIDTH}u + {s}u", 1, "k")
+            at = "k" if u == 1 else w.let(plus(f"k * {WIDTH}u", s), 1, "k")
             ks.append(self.placed(c.k, at, False, 1))
-        left = [self.factor(c.left, c.left_mode, c.m, r, whole, ks) for r in rows]
-        right = [self.factor(c.right, c.right_mode, c.n, r, whole, ks) for r in columns]
+        left = [self.factor("left", r, whole, ks) for r in rows]
+        right = [self.factor("right", r, whole, ks) for r in columns]
         for s in range(u):
             for i in range(b.tm):
                 if b.lanes:
                     x = w.let(f"subgroupBroadcast({left[i // b.lanes][s]}, {i % b.lanes}u)", 1, "l")
                 elif c.left_mode == "m":
-                    x = left[i // WIDTH][s] + "." + _XYZW[i % WIDTH]
+                    x = left[i // WIDTH][s] + "." + XYZW[i % WIDTH]
                 else:
                     x = left[i][s]
                 for j in range(len(columns)):
                     acc = self.acc[i][j]
                     w.line(f"{acc} = {acc} + {x} * {right[j][s]};")
         body = w.close()
-        w.open()
         return [*head, f"for (var k = {start}; k < {stop}; k = k + 1u) {{", *indent(body), "}"]
 
-    def chunk(self) -> int:
-        """Steps of one piece of k."""
-        return -(-(-(-self.c.sizes[3] // self.c.unroll)) // self.splits)
-
-    def placed(self, loop: Sequence[Sequence[int]], at: str, vector: bool, depth: int = 0) -> dict[int, int]:
-        """Copies of a class at a position."""
-        copies = self.copies.make(loop)
-        self.copies.place(copies, loop, at, depth, vector)
-        return copies
-
-    def factor(
-        self, factor: E.Expr, mode: str, outer: Sequence[Sequence[int]], own: dict[int, int], whole: dict[int, int],
-        ks: list[dict[int, int]],
-    ) -> list[str]:  # fmt: skip
+    def factor(self, side: str, own: dict[int, int], whole: dict[int, int], ks: list[dict[int, int]]) -> list[str]:
         """One row's (column's) factor at each of the step's positions of k."""
-        w = self.w
+        c = self.c
+        factor, mode, outer = (c.left, c.left_mode, c.m) if side == "left" else (c.right, c.right_mode, c.n)
         if mode == "k":
-            w.vector = whole[self.c.k[-1][-1]]
-            v = w.splat(self.copies.bring(factor, {**own, **whole}))
-            w.vector = None
-            return [f"{v}.{_XYZW[s]}" for s in range(WIDTH)]
-        w.vector = own[outer[-1][-1]] if mode else None
-        values = [self.copies.bring(factor, {**own, **k}) for k in ks]
-        out = [w.splat(v) if mode else w.value(v) for v in values]
-        w.vector = None
-        return out
+            v = self.read(factor, {**own, **whole}, inner_axis(c, c.k))
+            return [f"{v}.{XYZW[s]}" for s in range(WIDTH)]
+        axis = inner_axis(c, outer) if mode else None
+        return [self.read(factor, {**own, **k}, axis) for k in ks]
 
-    # -------------------------------------------------------------- results
+    def row_at(self, i: int) -> str:
+        return plus("m0", i)
 
-    def result(self, i: int, j: int, wide: bool) -> str:
-        """A row's result at a column (at a vec4 of columns)."""
+    def column_at(self, j: int) -> str:
+        return plus(f"n0 / {WIDTH}u" if self.c.wide else "n0", j)
+
+    def result(self, i: int, j: int) -> str:
         row = self.acc[i]
-        if wide and self.c.right_mode != "n":
+        if self.c.wide and self.c.right_mode != "n":
             return f"vec4<f32>({', '.join(row[j * WIDTH : j * WIDTH + WIDTH])})"
         return row[j]
-
-    def epilogue(self) -> None:
-        """Everything that is computed from the result, and the stores."""
-        c = self.c
-        stores = [(c.group.target(x)[0], c.store(x), body) for x, body in c.epilogue.items()]
-        self.finish(stores, c.number)
-
-    def partial(self, scratch: Scratch) -> None:
-        """Sums over a piece of k, to memory that a second kernel adds up."""
-        c, w = self.c, self.w
-        piece = len(w.space)
-        w.space.append(self.splits)
-        w.axis(piece, "piece", 0)
-        size = c.member.stage.size
-        term = Term(size, ("axes", tuple(range(len(c.group.rows)))), piece)
-        form = c.store(c.member)
-        form = Address((*form.terms, term), form.const)
-        if not c.wide or not contiguous(form, inner_axis(c, c.n)):
-            w.plain.add(scratch)
-        self.finish([(scratch, form, c.result[0])], 1.0)
-
-    def finish(self, stores: Sequence[tuple[Tensor, Address, E.Expr]], number: float) -> None:
-        """Stores of every row and column that is inside of the array."""
-        c, w, b = self.c, self.w, self.block
-        step = WIDTH if c.wide else 1
-        columns = [
-            self.placed(c.n, at, c.wide, 1) for at in self.units(c.wide, b.tn, "n0", self.n_end, "n", 1)
-        ]
-        axis = inner_axis(c, c.n)
-        factor = None if abs(number) == 1.0 else w.param(("number",), number, "f32", "number")
-        for i in range(b.tm):
-            w.open()
-            row = self.placed(c.m, f"row{i}", False, 2)
-            for j, column in enumerate(columns):
-                w.open()
-                copies = {**row, **column}
-                w.vector = column[axis] if c.wide and axis is not None else None
-                value = self.result(i, j, c.wide)
-                if factor or number == -1.0:
-                    value = w.let(f"{value} * {factor}" if factor else f"-{value}", 2, "r")
-                elif value.startswith("vec4"):
-                    value = w.let(value, 2, "r")
-                for n in c.result:
-                    w.local[E.substitute(n, {a: E.index(q) for a, q in copies.items()})] = value
-                new = [(t, self.copies.move(f, copies), self.copies.bring(e, copies)) for t, f, e in stores]
-                # All of them before the first store, which may overwrite what another one reads.
-                values = [w.splat(e) if c.wide else w.value(e) for _, _, e in new]
-                for (tensor, form, e), v in zip(new, values, strict=True):
-                    w.store(tensor, form, v, e.dtype, c.wide)
-                w.vector = None
-                lines = w.close()
-                w.line(f"if ({plus('n0', j * step)} < {self.n_end}) {{")
-                w.blocks[-1] += [*indent(lines), "}"]
-            lines = w.close()
-            w.line(f"let row{i} = {plus('m0', i)};")
-            w.line(f"if (row{i} < {self.m_end}) {{")
-            w.blocks[-1] += [*indent(lines), "}"]
-
-
-def plus(name: str, i: int) -> str:
-    """A sum without an idle zero."""
-    return f"{name} + {i}u" if i else name
