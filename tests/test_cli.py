@@ -208,3 +208,12 @@ def test_generate_refuses_what_is_no_model(tmp_path, capsys):
     assert main(["generate", str(tmp_path)]) == 1
     assert "no checkpoint" in capsys.readouterr().err
     assert main(["generate", str(tmp_path), "--prompt", ""]) == 2
+
+
+def test_demo_shows_an_op_and_trains(capsys):
+    assert main(["demo", "--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    for word in ("@sd.op", "@compute", "d/dgate", "agrees to", "nats/byte", "The "):
+        assert word in out
+    assert "DIFFERS" not in out
+    assert main(["demo", "--steps", "-1"]) == 2
