@@ -306,8 +306,9 @@ def op(signature: str, *, static: Sequence[str] = (), **sizes: int) -> Callable[
 class _Traced:
     """A function traced on placeholders: stages of its array results, and how to put results together."""
 
-    def __init__(self, function: Callable[..., Any], args: Any, role: Any):
+    def __init__(self, function: Callable[..., Any], args: Any, role: Any, named: Any = None):
         leaves, structure = tree.flatten(args)
+        names = _leaf_names(named or function, args)
         self.arrays: list[Array] = []
         self.inputs: list[Stage] = []
         self.positions: list[int] = []
@@ -319,7 +320,7 @@ class _Traced:
                 if a is None:
                     self.static.append(leaf)
                     continue
-                s = placeholder((role, t.depth, len(self.inputs)), a.shape, a.dtype)
+                s = placeholder((role, t.depth, len(self.inputs)), a.shape, a.dtype, names[k])
                 self.arrays.append(a)
                 self.inputs.append(s)
                 self.positions.append(k)
@@ -348,6 +349,27 @@ class _Traced:
         return any(a.symbolic and not a._donated for a in self.arrays) or any(
             s.source is None for s in captured_inputs(self.outs, self.inputs)
         )
+
+
+def _leaf_names(function: Any, args: Sequence[Any]) -> list[str]:
+    """What the kernels call each leaf: a parameter that is one array has its name, parts of a pytree have none of their
+    own (equal kernels of all layers must stay one text)."""
+    if isinstance(function, Op):
+        names = list(function._operands)
+    elif len(args) == 1 and type(args[0]) is dict:
+        names = list(args[0])
+        args = list(args[0].values())
+    else:
+        try:
+            names = [p.name for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_POSITIONAL]
+        except (TypeError, ValueError):
+            names = []
+    out: list[str] = []
+    for k, a in enumerate(args):
+        leaves = tree.leaves(a)
+        single = len(leaves) == 1 and leaves[0] is a and k < len(names)
+        out += [names[k]] if single else ["x"] * len(leaves)
+    return out
 
 
 def _as_leaf(leaf: Any) -> Array | None:
@@ -681,7 +703,7 @@ def value_and_grad(
         def call(*xs: Any) -> Any:
             return function(*xs, **keywords)
 
-        traced = _Traced(call, args, "grad")
+        traced = _Traced(call, args, "grad", named=function)
         value = traced.results([Array.symbol(s) for s in traced.outs])
         loss = value[0] if has_aux else value
         if not isinstance(loss, Array) or loss.shape != () or loss.dtype not in E.FLOATS:
@@ -760,7 +782,7 @@ def lower(function: Callable[..., Any], *args: Any, backward: bool = False, **ke
     target: Any = function
     if isinstance(function, Compiled):
         target = function.function
-    traced = _Traced(lambda *xs: target(*xs, **keywords), args, "lower")
+    traced = _Traced(lambda *xs: target(*xs, **keywords), args, "lower", named=target)
     with lock:
         if not backward:
             return Lowered(Plan(traced.outs, traced.inputs, frozenset()).program, ())
