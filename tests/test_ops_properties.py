@@ -185,3 +185,18 @@ def test_tolerance_says_where():
         AssertionError, match=r"y: 1 of 3 elements are wrong; at \(1,\)"
     ):
         Tolerance().assert_close([1, 2, 3], [1, 2.1, 3], [1, 2.1, 3], "y")
+
+
+def test_check_op_as_people_call_it(device):
+    @sd.op("... d, d -> ... d")
+    def rms_norm(x, gain, *, eps=1e-6):
+        """x · rsqrt(mean(x²) + eps) · gain"""
+        return x * sd.rsqrt(sd.mean(x * x, over="d") + eps) * gain
+
+    check_op(
+        rms_norm,
+        reference=lambda x, gain, eps=1e-6: (
+            x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * gain
+        ),
+        examples=12,
+    )
