@@ -159,7 +159,10 @@ def half_cases(q, k, d):
 
 
 def run(op, operands, options, schedule=None, target=None):
-    """Run an op's graph; contractions by ``schedule``. Gives the kernels and the worst relative error."""
+    """Run an op's graph, contractions by ``schedule``.
+
+    Gives the kernels and the worst relative error.
+    """
     device = sd.runtime.current()
     target = target or device.target
     traced = sd.lower(lambda *xs: op(*xs, **options), *operands).program
@@ -183,7 +186,7 @@ def run(op, operands, options, schedule=None, target=None):
 
 
 def plain_target():
-    """This driver without optional abilities, at the limits that everybody guarantees."""
+    """This driver without optional abilities, at the guaranteed limits."""
     target = sd.runtime.current().target
     return dataclasses.replace(target.portable(), features=Features())
 

@@ -1,4 +1,4 @@
-"""Contract: sums of a product whose factors have different axes, from a tile of results per workgroup to a GEMV."""
+"""Contract: sums of a product whose factors have different axes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .program import Kernel, Scratch
 from .schedule import kernel_name
 from .target import Target
 
-# Positions of k that one running sum takes at most: rounding errors grow with its length.
+# Positions of k that one running sum takes at most: rounding grows with its length.
 _LONGEST = 16_384
 
 
@@ -23,7 +23,7 @@ def contract_kernels(group: Group, target: Target) -> list[Kernel]:
     c = analyse(group, target)
     if target.family == "software":
         return register_kernels(c, choose_block(c))
-    # Two more loops than chunks of k: copies of the first one, and the budget of a strict driver.
+    # Half of the budget, for loops that a driver may add.
     longest = min(_LONGEST, target.loop_budget // 2)
     return tiled_kernels(c, *choose_shape(c, longest))
 
@@ -34,17 +34,21 @@ def tiled_kernels(c: Contraction, shape: Shape, splits: int) -> list[Kernel]:
     splits = no_empty(-(-c.sizes[3] // shape.bk), splits)
     if splits == 1:
         return [tiled(c, name, shape)]
-    scratch = Scratch(f"{c.member.stage.name}_pieces", "f32", splits * c.member.stage.size)
+    scratch = Scratch(
+        f"{c.member.stage.name}_pieces", "f32", splits * c.member.stage.size
+    )
     return in_pieces(c, tiled(c, name, shape, splits, scratch), scratch, splits)
 
 
 def register_kernels(c: Contraction, block: Block, splits: int = 0) -> list[Kernel]:
-    """Blocks in registers, in pieces of k where a sum would be too long or the threads too few."""
+    """Blocks in registers, in pieces of k where sums are long or threads few."""
     name = kernel_name(c.group)
     splits = no_empty(-(-c.sizes[3] // c.unroll), splits or choose_splits(c, block))
     if splits == 1:
         return [registers(c, name, block)]
-    scratch = Scratch(f"{c.member.stage.name}_pieces", "f32", splits * c.member.stage.size)
+    scratch = Scratch(
+        f"{c.member.stage.name}_pieces", "f32", splits * c.member.stage.size
+    )
     return in_pieces(c, registers(c, name, block, splits, scratch), scratch, splits)
 
 
@@ -53,10 +57,15 @@ def no_empty(steps: int, splits: int) -> int:
     return -(-steps // -(-steps // splits))
 
 
-def in_pieces(c: Contraction, first: Kernel, scratch: Scratch, splits: int) -> list[Kernel]:
+def in_pieces(
+    c: Contraction, first: Kernel, scratch: Scratch, splits: int
+) -> list[Kernel]:
     """Both stages; the second one computes and stores the members."""
     why = f"{first.reason}; {splits} pieces of k".lstrip("; ")
-    return [replace(first, members=(), writes=(), reason=why), sum_pieces(c, scratch, splits, first.name)]
+    return [
+        replace(first, members=(), writes=(), reason=why),
+        sum_pieces(c, scratch, splits, first.name),
+    ]
 
 
 def choose_splits(c: Contraction, block: Block) -> int:
@@ -64,6 +73,10 @@ def choose_splits(c: Contraction, block: Block) -> int:
     batch, m, n, k = c.sizes
     steps = -(-k // c.unroll)
     needed = max(-(-steps // (c.target.loop_budget // 2)), -(-k // _LONGEST))
-    groups = batch * math.ceil(m / (block.tm * block.y)) * math.ceil(n / (block.tn * block.x))
+    groups = (
+        batch
+        * math.ceil(m / (block.tm * block.y))
+        * math.ceil(n / (block.tn * block.x))
+    )
     wanted = min(8 // groups, steps // 256) if c.target.family == "software" else 1
     return max(1, needed, wanted)

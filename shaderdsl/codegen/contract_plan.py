@@ -1,7 +1,8 @@
-"""What every schedule of a contraction starts from: factors and loops over the kernel's axes, and copies of axes.
+"""What every schedule of a contraction starts from: factors, loops, copies of axes.
 
-A thread works on several rows and columns at once. Each of them gets axes of its own (a copy), so that the writer keeps
-their values apart and still shares what does not depend on them.
+A thread works on several rows and columns at once. Each of them gets axes of its own
+(a copy), so that the writer keeps their values apart and still shares what does not
+depend on them.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ Loop = Sequence[Sequence[int]]
 
 @dataclass(eq=False)
 class Contraction:
-    """``number · Σ_k left(batch, m, k) · right(batch, n, k)`` over a kernel's axes, and what is stored.
+    """``number · Σ_k left(batch, m, k) · right(batch, n, k)`` and what is stored of it.
 
-    ``epilogue`` holds the stored members with their bodies; ``result`` are the loads that mean the sum itself. The
-    vector modes say along which class of axes a factor is read as vec4: ``m``/``n``, ``k`` or none.
+    All over the kernel's axes. ``epilogue`` holds the stored members with their bodies;
+    ``result`` are the loads that mean the sum itself. The vector modes say along which
+    class of axes a factor is read as vec4: ``m`` (``n``), ``k`` or none.
     """
 
     group: Group
@@ -54,7 +56,12 @@ class Contraction:
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """Extents of batch, m, n and k."""
-        return self.extent(self.batch), self.extent(self.m), self.extent(self.n), self.extent(self.k)
+        return (
+            self.extent(self.batch),
+            self.extent(self.m),
+            self.extent(self.n),
+            self.extent(self.k),
+        )
 
     @property
     def unroll(self) -> int:
@@ -86,9 +93,8 @@ def analyse(g: Group, target: Target) -> Contraction:
     result = {own}
     for body in epilogue.values():
         result |= {x for x in E.loads(body) if x.data is member.stage}
-    first = g.stored[0]
     shape = lay_out(g, epilogue, [], [left, right])
-    order = shape.stores[first].axes()
+    order = shape.stores[g.stored[0]].axes()
     reads = [load_address(x, g.space).axes() for x in E.loads(left)] or [{}]
     classes = [
         sorted(batch, key=lambda a: -order.get(a, 0)),
@@ -98,22 +104,39 @@ def analyse(g: Group, target: Target) -> Contraction:
     ]
     layout = lay_out(g, epilogue, classes, [left, right])
     c = Contraction(
-        g, target, member, parts.number, left, right, layout, epilogue, tuple(result), *layout.loops
+        g,
+        target,
+        member,
+        parts.number,
+        left,
+        right,
+        layout,
+        epilogue,
+        tuple(result),
+        *_four(layout.loops),
     )
     c.left_mode, c.right_mode = _mode(c, left, c.m, "m"), _mode(c, right, c.n, "n")
     c.wide = inner_axis(c, c.n) is not None and (
-        c.right_mode == "n" or any(contiguous(c.store(x), inner_axis(c, c.n)) for x in g.stored)
+        c.right_mode == "n"
+        or any(contiguous(c.store(x), inner_axis(c, c.n)) for x in g.stored)
     )
     return c
 
 
+def _four(loops: Sequence[Loop]) -> tuple[Loop, Loop, Loop, Loop]:
+    batch, m, n, k = loops
+    return batch, m, n, k
+
+
 def inner_axis(c: Contraction, loop: Loop) -> int | None:
     """The innermost axis of a class if vec4s fit along it."""
-    return loop[-1][-1] if loop and c.layout.extents[loop[-1][-1]] % WIDTH == 0 else None
+    return (
+        loop[-1][-1] if loop and c.layout.extents[loop[-1][-1]] % WIDTH == 0 else None
+    )
 
 
 def _mode(c: Contraction, factor: Expr, outer: Loop, name: str) -> str:
-    """Along which axis a factor is read as vec4: where its largest array is contiguous."""
+    """Along which axis a factor is read as vec4: as its largest array lies."""
     best, size = "", -1
     for x in E.values(factor):
         if x.kind != "load":
@@ -146,7 +169,14 @@ class Copies:
                 self.w.space.append(self.c.group.space[a])
         return copies
 
-    def place(self, copies: Mapping[int, int], loop: Loop, flat: str, depth: int, vector: bool = False) -> None:
+    def place(
+        self,
+        copies: Mapping[int, int],
+        loop: Loop,
+        flat: str,
+        depth: int,
+        vector: bool = False,
+    ) -> None:
         """Name copies from a flat position (in vec4s if ``vector``)."""
         w, current = self.w, flat
         for j in reversed(range(len(loop))):
@@ -162,12 +192,17 @@ class Copies:
                 current = w.let(f"{current} / {n}", depth, "q")
 
     def bring(self, root: Expr, copies: Mapping[int, int]) -> Expr:
-        """An expression over copies, its addresses carried over so that equal strides stay one parameter."""
+        """An expression over copies.
+
+        Its addresses are carried over, so that equal strides stay one parameter.
+        """
         axes = {a: E.index(q) for a, q in copies.items()}
         new = E.substitute(root, axes)
         for n in E.loads(root):
             if n in self.c.layout.addresses:
-                self.w.addresses[E.substitute(n, axes)] = self.move(self.c.address(n), copies)
+                self.w.addresses[E.substitute(n, axes)] = self.move(
+                    self.c.address(n), copies
+                )
         return new
 
     def move(self, form: Address, copies: Mapping[int, int]) -> Address:
@@ -175,18 +210,28 @@ class Copies:
         axes = {a: E.index(q) for a, q in copies.items()}
         terms = []
         for t in form.terms:
-            what = copies.get(t.what, t.what) if isinstance(t.what, int) else E.substitute(t.what, axes)
+            what = (
+                copies.get(t.what, t.what)
+                if isinstance(t.what, int)
+                else E.substitute(t.what, axes)
+            )
             if isinstance(t.what, Expr):
                 self.bring(t.what, copies)
             terms.append(type(t)(t.coefficient, t.key, what))
         return Address(tuple(terms), form.const)
 
 
-def plain_tensors(c: Contraction, w: Writer, epilogue: bool = True, factors: bool = True) -> None:
-    """Tell the writer which tensors cannot be bound as vec4, because some access is not one."""
+def plain_tensors(
+    c: Contraction, w: Writer, epilogue: bool = True, factors: bool = True
+) -> None:
+    """Tell the writer which tensors have an access that is no vec4."""
     uses: list[tuple[Expr, int | None]] = []
     if factors:
-        modes = {"m": inner_axis(c, c.m), "n": inner_axis(c, c.n), "k": inner_axis(c, c.k)}
+        modes = {
+            "m": inner_axis(c, c.m),
+            "n": inner_axis(c, c.n),
+            "k": inner_axis(c, c.k),
+        }
         for factor, mode in ((c.left, c.left_mode), (c.right, c.right_mode)):
             uses += [(n, modes.get(mode)) for n in _all_loads(c, factor)]
     if epilogue:

@@ -1,6 +1,8 @@
-"""Contraction without workgroup memory: each thread keeps a block of results in registers and reads storage.
+"""Contraction without workgroup memory: a thread keeps a block of results in registers.
 
-The best form where loads cost much and workgroup memory costs more still, as on drivers that run on the CPU.
+The best form where loads cost much and workgroup memory costs more still, as on drivers
+that run on the CPU. With subgroups each lane loads some of the rows for all of them:
+handing a value around costs a small part of a load there.
 """
 
 from __future__ import annotations
@@ -42,38 +44,58 @@ def sharing_lanes(target: Target) -> int:
 
 
 def choose_block(c: Contraction) -> Block:
-    """Large blocks need few loads; small problems need enough threads and little waste at the edges."""
+    """Large blocks need few loads; small problems want threads and little waste."""
     best, cost = Block(4, 4), math.inf
     lanes = sharing_lanes(c.target)
     for tm in (1, 2, 4, 8, 16, 32, 64):
         for tn in (1, 2, 4, 8, 16):
             block = Block(tm, tn, 8, 1, lanes)
-            if tm * tn <= 256 and block_fits(c, block) and (estimate := milliseconds(c, block)) < cost:
+            if (
+                tm * tn <= 256
+                and block_fits(c, block)
+                and (estimate := milliseconds(c, block)) < cost
+            ):
                 best, cost = block, estimate
     return best
 
 
 def block_fits(c: Contraction, b: Block) -> bool:
     """Whether rows and columns come in whole vec4s where they must."""
-    return not ((c.left_mode == "m" and not b.lanes and b.tm % WIDTH) or (c.wide and b.tn % WIDTH))
+    return not (
+        (c.left_mode == "m" and not b.lanes and b.tm % WIDTH)
+        or (c.wide and b.tn % WIDTH)
+    )
 
 
 def milliseconds(c: Contraction, b: Block) -> float:
-    """Time of twenty runs and one compilation on the software driver, fitted to measurements.
+    """Time of twenty runs and one compilation, fitted to the software driver.
 
     A load of a word costs as much as some twenty multiplications of 8 lanes.
     """
     batch, m, n, k = c.sizes
     tiles = batch * -(-m // (b.tm * b.y)) * -(-n // (b.tn * b.x)) * b.y * b.x / 8
     tiles = -(-tiles // 4) * 4
-    left = b.tm * (0.5 if c.left_mode == "k" or (c.left_mode == "m" and not b.lanes) else 1.0)
+    left = b.tm * (
+        0.5 if c.left_mode == "k" or (c.left_mode == "m" and not b.lanes) else 1.0
+    )
     right = b.tn * (0.5 if c.right_mode else 1.0)
-    step = 35 * (left / (b.lanes or 1) + right) + 1.6 * b.tm * b.tn + 0.5 * b.tm + 40 / c.unroll
+    step = (
+        35 * (left / (b.lanes or 1) + right)
+        + 1.6 * b.tm * b.tn
+        + 0.5 * b.tm
+        + 40 / c.unroll
+    )
     return 20 * tiles * (k * step + 100 * b.tm * b.tn) * 1e-6 + 50 + 1.1 * b.tm * b.tn
 
 
-def registers(c: Contraction, name: str, block: Block, splits: int = 1, scratch: Scratch | None = None) -> Kernel:
-    """Print the kernel. With ``splits`` the sums over pieces of k go to ``scratch``, in order of the pieces."""
+def registers(
+    c: Contraction,
+    name: str,
+    block: Block,
+    splits: int = 1,
+    scratch: Scratch | None = None,
+) -> Kernel:
+    """Print the kernel. With ``splits`` the sums over pieces of k go to ``scratch``."""
     if block.lanes and c.left_mode == "m":
         c.left_mode = ""  # a lane loads single rows
     w = Writer(c.group.space, c.target)
@@ -87,7 +109,16 @@ def registers(c: Contraction, name: str, block: Block, splits: int = 1, scratch:
     else:
         tile.partial(scratch)
     lines = [*w.blocks[0], *loop, *w.blocks[1]]
-    kernel = finish(c.group, w, c.layout, lines, name, "contract", block.size, fold(tile.count, c.target))
+    kernel = finish(
+        c.group,
+        w,
+        c.layout,
+        lines,
+        name,
+        "contract",
+        block.size,
+        fold(tile.count, c.target),
+    )
     if block.lanes:
         builtins = f"{BUILTINS}, @builtin(subgroup_invocation_id) sub: u32"
         enable = "enable subgroups;\n" if c.target.enable_subgroups_directive else ""
@@ -116,20 +147,32 @@ class _Registers(Tile):
         """Positions of the rows that this lane loads for all the lanes."""
         w, b = self.w, self.block
         lane = w.let(f"sub % {b.lanes}u", 0, "l")
-        return [w.let(f"min({plus('m0', i)} + {lane}, {self.m_end} - 1u)", 0, "m") for i in range(0, b.tm, b.lanes)]
+        return [
+            w.let(f"min({plus('m0', i)} + {lane}, {self.m_end} - 1u)", 0, "m")
+            for i in range(0, b.tm, b.lanes)
+        ]
 
-    def units(self, wide: bool, count: int, start: str, stop: str, stem: str) -> list[str]:
-        """Positions of a thread's rows or columns (vec4s of them), clamped into the array."""
+    def units(
+        self, wide: bool, count: int, start: str, stop: str, stem: str
+    ) -> list[str]:
+        """Positions of a thread's rows or columns (vec4s of them), kept inside."""
         step = WIDTH if wide else 1
         if wide:
             start, stop = f"{start} / {WIDTH}u", f"{stop} / {WIDTH}u"
-        return [self.w.let(f"min({plus(start, i)}, {stop} - 1u)", 0, stem) for i in range(count // step)]
+        return [
+            self.w.let(f"min({plus(start, i)}, {stop} - 1u)", 0, stem)
+            for i in range(count // step)
+        ]
 
     def multiply(self) -> list[str]:
         """The loop over k; gives its lines, accumulators included."""
         c, w, b = self.c, self.w, self.block
         u = c.unroll
-        places = self.shared_rows() if b.lanes else self.units(c.left_mode == "m", b.tm, "m0", self.m_end, "m")
+        places = (
+            self.shared_rows()
+            if b.lanes
+            else self.units(c.left_mode == "m", b.tm, "m0", self.m_end, "m")
+        )
         rows = [self.placed(c.m, at, c.left_mode == "m") for at in places]
         columns = [
             self.placed(c.n, at, c.right_mode == "n")
@@ -151,7 +194,11 @@ class _Registers(Tile):
         for s in range(u):
             for i in range(b.tm):
                 if b.lanes:
-                    x = w.let(f"subgroupBroadcast({left[i // b.lanes][s]}, {i % b.lanes}u)", 1, "l")
+                    x = w.let(
+                        f"subgroupBroadcast({left[i // b.lanes][s]}, {i % b.lanes}u)",
+                        1,
+                        "l",
+                    )
                 elif c.left_mode == "m":
                     x = left[i // WIDTH][s] + "." + XYZW[i % WIDTH]
                 else:
@@ -160,12 +207,27 @@ class _Registers(Tile):
                     acc = self.acc[i][j]
                     w.line(f"{acc} = {acc} + {x} * {right[j][s]};")
         body = w.close()
-        return [*head, f"for (var k = {start}; k < {stop}; k = k + 1u) {{", *indent(body), "}"]
+        return [
+            *head,
+            f"for (var k = {start}; k < {stop}; k = k + 1u) {{",
+            *indent(body),
+            "}",
+        ]
 
-    def factor(self, side: str, own: dict[int, int], whole: dict[int, int], ks: list[dict[int, int]]) -> list[str]:
+    def factor(
+        self,
+        side: str,
+        own: dict[int, int],
+        whole: dict[int, int],
+        ks: list[dict[int, int]],
+    ) -> list[str]:
         """One row's (column's) factor at each of the step's positions of k."""
         c = self.c
-        factor, mode, outer = (c.left, c.left_mode, c.m) if side == "left" else (c.right, c.right_mode, c.n)
+        factor, mode, outer = (
+            (c.left, c.left_mode, c.m)
+            if side == "left"
+            else (c.right, c.right_mode, c.n)
+        )
         if mode == "k":
             v = self.read(factor, {**own, **whole}, inner_axis(c, c.k))
             return [f"{v}.{XYZW[s]}" for s in range(WIDTH)]

@@ -1,4 +1,4 @@
-"""Contraction whose sums over k are cut into pieces: the second stage, which adds the pieces and applies the epilogue."""
+"""Second stage of a contraction in pieces of k: adds them up, then the epilogue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def sum_pieces(c: Contraction, scratch: Scratch, splits: int, name: str) -> Kern
     blocked = used_alone(list(c.epilogue.values()), layout.addresses)
     loop = collapse(range(len(g.rows)), g.space, walks, blocked)
     layout = replace(
-        layout, loops=[loop], extents={q[-1]: math.prod(g.space[a] for a in q) for q in loop}
+        layout,
+        loops=[loop],
+        extents={q[-1]: math.prod(g.space[a] for a in q) for q in loop},
     )
     vector = vector_axis(layout, loop)
     w = make_writer(g, layout, target, vector)
@@ -50,26 +52,48 @@ def sum_pieces(c: Contraction, scratch: Scratch, splits: int, name: str) -> Kern
     elif vector is None:
         part = w.read(scratch, w.address(form), False)
     else:
-        part = f"{kind}({', '.join(w.read(scratch, at, False) for at in w.lane_addresses(form))})"
+        lanes = [w.read(scratch, at, False) for at in w.lane_addresses(form)]
+        part = f"{kind}({', '.join(lanes)})"
     w.line(f"total = total + {part};")
     lines = w.close()
-    w.line(f"for (var s = 0u; s < {w.param(('splits',), splits, stem='splits')}; s = s + 1u) {{")
+    count = w.param(("splits",), splits, stem="splits")
+    w.line(f"for (var s = 0u; s < {count}; s = s + 1u) {{")
     w.blocks[-1] += [*("  " + x for x in lines), "}"]
     value = "total"
     if c.number not in (1.0, -1.0):
-        value = w.let(f"total * {w.param(('number',), c.number, 'f32', 'number')}", 1, "r")
+        value = w.let(
+            f"total * {w.param(('number',), c.number, 'f32', 'number')}", 1, "r"
+        )
     elif c.number == -1.0:
         value = w.let("-total", 1, "r")
     w.local.update(dict.fromkeys(c.result, value))
-    values = [w.splat(e) if vector is not None else w.value(e) for e in c.epilogue.values()]
+    values = [
+        w.splat(e) if vector is not None else w.value(e) for e in c.epilogue.values()
+    ]
     for (m, e), v in zip(c.epilogue.items(), values, strict=True):
-        w.store(g.target(m)[0], visible(layout, layout.stores[m]), v, e.dtype, vector is not None)
+        w.store(
+            g.target(m)[0],
+            visible(layout, layout.stores[m]),
+            v,
+            e.dtype,
+            vector is not None,
+        )
     inner = w.close()
     threads = math.prod(g.rows) // (WIDTH if vector is not None else 1)
     count = w.param(("threads",), threads, stem="threads")
     lines = [*w.blocks[0], f"if (at >= {count}) {{ return; }}", *inner]
-    kernel = finish(g, w, layout, lines, f"{name}_sum", "contract", size, fold(-(-threads // size), target))
-    # Binding the scratch is what orders the two; the first stage computes, this one stores.
+    kernel = finish(
+        g,
+        w,
+        layout,
+        lines,
+        f"{name}_sum",
+        "contract",
+        size,
+        fold(-(-threads // size), target),
+    )
     return replace(
-        kernel, flops=splits * math.prod(g.rows), reason="adds the pieces of the kernel before, in a fixed order"
+        kernel,
+        flops=splits * math.prod(g.rows),
+        reason="adds the pieces of the kernel before, in a fixed order",
     )

@@ -1,4 +1,4 @@
-"""What the kernels of a contraction share: which tile a workgroup has, copies of axes, and what follows the sum."""
+"""What kernels of a contraction share: which tile it is, and what follows the sum."""
 
 from __future__ import annotations
 
@@ -14,26 +14,44 @@ XYZW = "xyzw"
 
 
 class Tile:
-    """The text of one thread's part of a tile. Blocks of the writer: 0 before the sum, 1 after it, 2 a row, 3 a store.
+    """The text of one thread's part of a tile.
+
+    Blocks of the writer: 0 before the sum, 1 after it, 2 a row, 3 a store.
 
     Args:
         across, down: workgroups along n and m.
         rows, columns: results of a thread.
     """
 
-    def __init__(self, c: Contraction, w: Writer, across: int, down: int, rows: int, columns: int, splits: int):
+    def __init__(
+        self,
+        c: Contraction,
+        w: Writer,
+        across: int,
+        down: int,
+        rows: int,
+        columns: int,
+        splits: int,
+    ):
         self.c, self.w, self.splits = c, w, splits
         self.across, self.down, self.rows, self.columns = across, down, rows, columns
         self.copies = Copies(c, w)
         self.count = across * down * c.sizes[0] * splits
-        self.m_end, self.n_end = w.extent(q for g in c.m for q in g), w.extent(q for g in c.n for q in g)
+        self.m_end, self.n_end = (
+            w.extent(q for g in c.m for q in g),
+            w.extent(q for g in c.n for q in g),
+        )
 
     def decode(self) -> None:
         """Names ``tile_n``, ``tile_m``, ``piece`` and the batch axes."""
         c, w = self.c, self.w
         w.line("let tile = group.y * groups.x + group.x;")
-        w.line(f"if (tile >= {w.param(('tiles',), self.count, stem='tiles')}) {{ return; }}")
-        across, down = w.param(("across",), self.across, stem="across"), w.param(("down",), self.down, stem="down")
+        count = w.param(("tiles",), self.count, stem="tiles")
+        w.line(f"if (tile >= {count}) {{ return; }}")
+        across, down = (
+            w.param(("across",), self.across, stem="across"),
+            w.param(("down",), self.down, stem="down"),
+        )
         w.line(f"let tile_n = tile % {across};")
         w.line(f"let tile_m = tile / {across} % {down};")
         batch = w.let(f"tile / {across} / {down}", 0, "b")
@@ -44,7 +62,7 @@ class Tile:
         self.copies.place({a: a for g in c.batch for a in g}, c.batch, batch, 0)
 
     def piece(self, steps: int, unit: int) -> tuple[str, str]:
-        """First and last step of this workgroup's piece of k, ``unit`` positions a step."""
+        """First and last step of this piece of k, ``unit`` positions a step."""
         w, c = self.w, self.c
         whole = w.extent([q for g in c.k for q in g], unit)
         if self.splits == 1:
@@ -53,7 +71,9 @@ class Tile:
         start = w.let(f"piece * {length}", 0, "s")
         return start, w.let(f"min({start} + {length}, {whole})", 0, "s")
 
-    def placed(self, loop: Loop, at: str, vector: bool, depth: int = 0) -> dict[int, int]:
+    def placed(
+        self, loop: Loop, at: str, vector: bool, depth: int = 0
+    ) -> dict[int, int]:
         """Copies of a class at a position."""
         copies = self.copies.make(loop)
         self.copies.place(copies, loop, at, depth, vector)
@@ -67,7 +87,7 @@ class Tile:
         self.w.vector = None
         return value
 
-    # -------------------------------------------------------------- to be said by each kernel
+    # ----------------------------------------------------- said by each kernel
 
     def row_at(self, i: int) -> str:
         """Position of a thread's row."""
@@ -86,7 +106,9 @@ class Tile:
     def epilogue(self) -> None:
         """Everything that is computed from the result, and the stores."""
         c = self.c
-        stores = [(c.group.target(x)[0], c.store(x), body) for x, body in c.epilogue.items()]
+        stores = [
+            (c.group.target(x)[0], c.store(x), body) for x, body in c.epilogue.items()
+        ]
         self.finish(stores, c.number)
 
     def partial(self, scratch: Scratch) -> None:
@@ -103,15 +125,26 @@ class Tile:
             w.plain.add(scratch)
         self.finish([(scratch, form, c.result[0])], 1.0)
 
-    def finish(self, stores: Sequence[tuple[Tensor, Address, E.Expr]], number: float) -> None:
+    def finish(
+        self, stores: Sequence[tuple[Tensor, Address, E.Expr]], number: float
+    ) -> None:
         """Stores of every row and column that is inside of the array."""
         c, w = self.c, self.w
         step = WIDTH if c.wide else 1
         end = f"{self.n_end} / {WIDTH}u" if c.wide else self.n_end
-        positions = [w.let(self.column_at(j), 1, "n") for j in range(self.columns // step)]
-        columns = [self.placed(c.n, w.let(f"min({at}, {end} - 1u)", 1, "n"), c.wide, 1) for at in positions]
+        positions = [
+            w.let(self.column_at(j), 1, "n") for j in range(self.columns // step)
+        ]
+        columns = [
+            self.placed(c.n, w.let(f"min({at}, {end} - 1u)", 1, "n"), c.wide, 1)
+            for at in positions
+        ]
         axis = inner_axis(c, c.n)
-        factor = None if abs(number) == 1.0 else w.param(("number",), number, "f32", "number")
+        factor = (
+            None
+            if abs(number) == 1.0
+            else w.param(("number",), number, "f32", "number")
+        )
         for i in range(self.rows):
             w.open()
             row = self.placed(c.m, f"row{i}", False, 2)
@@ -121,13 +154,20 @@ class Tile:
                 w.vector = column[axis] if c.wide and axis is not None else None
                 value = self.result(i, j)
                 if factor or number == -1.0:
-                    value = w.let(f"{value} * {factor}" if factor else f"-{value}", 2, "r")
+                    value = w.let(
+                        f"{value} * {factor}" if factor else f"-{value}", 2, "r"
+                    )
                 elif "(" in value:
                     value = w.let(value, 2, "r")
                 for n in c.result:
-                    w.local[E.substitute(n, {a: E.index(q) for a, q in copies.items()})] = value
-                new = [(t, self.copies.move(f, copies), self.copies.bring(e, copies)) for t, f, e in stores]
-                # All of them before the first store, which may overwrite what another one reads.
+                    w.local[
+                        E.substitute(n, {a: E.index(q) for a, q in copies.items()})
+                    ] = value
+                new = [
+                    (t, self.copies.move(f, copies), self.copies.bring(e, copies))
+                    for t, f, e in stores
+                ]
+                # All before the first store: it may overwrite what another one reads.
                 values = [w.splat(e) if c.wide else w.value(e) for _, _, e in new]
                 for (tensor, form, e), v in zip(new, values, strict=True):
                     w.store(tensor, form, v, e.dtype, c.wide)

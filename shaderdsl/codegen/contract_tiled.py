@@ -1,6 +1,7 @@
-"""Contraction for GPUs: tiles of both factors in workgroup memory, a block of results in each thread's registers.
+"""Contraction for GPUs: tiles of both factors in workgroup memory.
 
-While one chunk of k is multiplied the next one is on its way into registers. Lanes of 32 threads lie 4 by 8 in a zigzag,
+Each thread keeps a block of results in registers. While one chunk of k is multiplied
+the next one is on its way into registers. Lanes of 32 threads lie 4 by 8 in a zigzag,
 so that their reads of workgroup memory meet few banks twice.
 """
 
@@ -39,7 +40,8 @@ class Shape:
         return self.bk * (self.bm // WIDTH + self.pad + self.bn // WIDTH) * 16
 
 
-#: From large to small, with the share of the best speed that each reaches on a large product (measured on an H200).
+#: From large to small, with a guess of the share of the best speed that each reaches on
+#: a large product.
 SHAPES = (
     (Shape(128, 128, 8, 16, 8), 1.0),
     (Shape(64, 128, 8, 8, 8), 0.9),
@@ -50,8 +52,14 @@ SHAPES = (
 )
 
 
-def tiled(c: Contraction, name: str, shape: Shape, splits: int = 1, scratch: Scratch | None = None) -> Kernel:
-    """Print the kernel. With ``splits`` the sums over pieces of k go to ``scratch``, in order of the pieces."""
+def tiled(
+    c: Contraction,
+    name: str,
+    shape: Shape,
+    splits: int = 1,
+    scratch: Scratch | None = None,
+) -> Kernel:
+    """Print the kernel. With ``splits`` the sums over pieces of k go to ``scratch``."""
     w = Writer(c.group.space, c.target)
     plain_tensors(c, w, epilogue=scratch is None)
     tile = _Tiled(c, w, shape, splits)
@@ -62,12 +70,21 @@ def tiled(c: Contraction, name: str, shape: Shape, splits: int = 1, scratch: Scr
     else:
         tile.partial(scratch)
     lines = [*w.blocks[0], *loop, *w.blocks[1]]
-    return finish(c.group, w, c.layout, lines, name, "contract", shape.size, fold(tile.count, c.target))
+    return finish(
+        c.group,
+        w,
+        c.layout,
+        lines,
+        name,
+        "contract",
+        shape.size,
+        fold(tile.count, c.target),
+    )
 
 
 @dataclass
 class _Share:
-    """What a thread brings of one factor: how many pieces, and where each lies in the tile (in text)."""
+    """What a thread brings of one factor, and where each piece lies in the tile."""
 
     factor: E.Expr
     mode: str  # "x" along the outer axis, "k", or one by one
@@ -75,7 +92,9 @@ class _Share:
     axis: int | None
     width: int  # vec4s of a row of workgroup memory
     array: str
-    places: list[tuple[str, str]]  # outer position and position of k within the tile, in vec4s where they are
+    places: list[
+        tuple[str, str]
+    ]  # outer position and position of k within the tile, in vec4s where they are
     copies: list[dict[int, int]]
     names: list[str]
     total: int  # places in all
@@ -84,10 +103,13 @@ class _Share:
 class _Tiled(Tile):
     def __init__(self, c: Contraction, w: Writer, shape: Shape, splits: int):
         _, m, n, k = c.sizes
-        super().__init__(c, w, -(-n // shape.bn), -(-m // shape.bm), shape.tm, shape.tn, splits)
+        super().__init__(
+            c, w, -(-n // shape.bn), -(-m // shape.bm), shape.tm, shape.tn, splits
+        )
         self.shape = shape
-        # Positions of k in a piece, whole chunks; without remainder nothing needs to be cut off.
-        self.length = -(-(-(-k // splits)) // shape.bk) * shape.bk
+        # Positions of k in a piece, whole chunks.
+        self.length = math.ceil(math.ceil(k / splits) / shape.bk) * shape.bk
+        # Without remainder nothing needs to be cut off.
         self.exact = k % shape.bk == 0
         self.tx, self.ty = shape.bn // shape.tn, shape.bm // shape.tm
         self.begin()
@@ -101,14 +123,22 @@ class _Tiled(Tile):
         w.line("let column = (lane & 1u) | ((lane >> 1u) & 6u);")
         w.line("let row = ((lane >> 1u) & 1u) | ((lane >> 3u) & 2u);")
         warps = self.tx // 8
-        w.line(f"let tx = lane / 32u % {warps}u * 8u + column;" if warps > 1 else "let tx = column;")
+        w.line(
+            f"let tx = lane / 32u % {warps}u * 8u + column;"
+            if warps > 1
+            else "let tx = column;"
+        )
         w.line(f"let ty = lane / {32 * warps}u * 4u + row;")
         self.left = self.share("left", s.bm, s.bm // WIDTH + s.pad)
         self.right = self.share("right", s.bn, s.bn // WIDTH)
-        w.shared.append(f"var<workgroup> lefts: array<vec4<f32>, {s.bk * self.left.width}>;")
-        w.shared.append(f"var<workgroup> rights: array<vec4<f32>, {s.bk * self.right.width}>;")
+        w.shared.append(
+            f"var<workgroup> lefts: array<vec4<f32>, {s.bk * self.left.width}>;"
+        )
+        w.shared.append(
+            f"var<workgroup> rights: array<vec4<f32>, {s.bk * self.right.width}>;"
+        )
 
-    # -------------------------------------------------------------- from memory to workgroup memory
+    # ------------------------------------------------------ into workgroup memory
 
     def share(self, side: str, extent: int, width: int) -> _Share:
         """Divide a factor's tile among the threads."""
@@ -118,22 +148,38 @@ class _Tiled(Tile):
         base, end = ("m0", self.m_end) if left else ("n0", self.n_end)
         mode = mode if mode in ("", "k") else "x"
         per_outer = WIDTH if mode == "x" else 1
-        fast = s.bk // WIDTH if mode == "k" else extent // per_outer  # neighbours in memory
+        fast = (
+            s.bk // WIDTH if mode == "k" else extent // per_outer
+        )  # neighbours in memory
         total = extent * s.bk // (WIDTH if mode else 1)
         count = max(total // s.size, 1)
         places = []
         if s.size % fast == 0:
-            one, two = w.let(f"lane % {fast}u", 0, "e"), w.let(f"lane / {fast}u", 0, "e")
-            if total < s.size:  # threads to spare: their loads repeat, their stores are left out
+            one, two = (
+                w.let(f"lane % {fast}u", 0, "e"),
+                w.let(f"lane / {fast}u", 0, "e"),
+            )
+            if (
+                total < s.size
+            ):  # threads to spare: their loads repeat, their stores are left out
                 two = w.let(f"min({two}, {total // fast - 1}u)", 0, "e")
             step = s.size // fast
             split = [(one, plus(two, j * step)) for j in range(count)]
         else:
             flat = [w.let(plus("lane", j * s.size), 0, "e") for j in range(count)]
-            split = [(w.let(f"{f} % {fast}u", 0, "e"), w.let(f"{f} / {fast}u", 0, "e")) for f in flat]
+            split = [
+                (w.let(f"{f} % {fast}u", 0, "e"), w.let(f"{f} / {fast}u", 0, "e"))
+                for f in flat
+            ]
         for a, b in split:
             places.append((b, a) if mode == "k" else (a, b))
-        axis = inner_axis(c, c.k) if mode == "k" else inner_axis(c, outer) if mode == "x" else None
+        axis = (
+            inner_axis(c, c.k)
+            if mode == "k"
+            else inner_axis(c, outer)
+            if mode == "x"
+            else None
+        )
         prefix = f"{base} / {WIDTH}u" if mode == "x" else base
         stop = f"{end} / {WIDTH}u" if mode == "x" else end
         known: dict[str, dict[int, int]] = {}
@@ -146,7 +192,16 @@ class _Tiled(Tile):
         letter = "a" if left else "b"
         names = [f"{letter}next{j}" for j in range(count)]
         return _Share(
-            c.left if left else c.right, mode, outer, axis, width, f"{side}s", places, copies, names, total
+            c.left if left else c.right,
+            mode,
+            outer,
+            axis,
+            width,
+            f"{side}s",
+            places,
+            copies,
+            names,
+            total,
         )
 
     def fetch(self, x: _Share, chunk: str, stop: str, depth: int) -> None:
@@ -157,10 +212,18 @@ class _Tiled(Tile):
         k_end = w.extent([q for g in c.k for q in g])
         for (_, k), own, name in zip(x.places, x.copies, x.names, strict=True):
             if k not in known:
-                at = w.let(f"{chunk} / {WIDTH}u + {k}" if x.mode == "k" else f"{chunk} + {k}", depth, "k")
+                at = w.let(
+                    f"{chunk} / {WIDTH}u + {k}" if x.mode == "k" else f"{chunk} + {k}",
+                    depth,
+                    "k",
+                )
                 limit = f"{k_end} / {WIDTH}u" if x.mode == "k" else k_end
                 if not self.exact:
-                    inside[k] = w.let(f"{at} < {stop}{f' / {WIDTH}u' if x.mode == 'k' else ''}", depth, "b")
+                    inside[k] = w.let(
+                        f"{at} < {stop}{f' / {WIDTH}u' if x.mode == 'k' else ''}",
+                        depth,
+                        "b",
+                    )
                     at = w.let(f"min({at}, {limit} - 1u)", depth, "k")
                 known[k] = self.placed(c.k, at, x.mode == "k", depth)
             value = self.read(x.factor, {**own, **known[k]}, x.axis)
@@ -180,7 +243,8 @@ class _Tiled(Tile):
                     at = f"(({k}) * {WIDTH}u + {e}u) * {x.width}u + ({o}) / {WIDTH}u"
                     out.append(f"{x.array}[{at}][({o}) % {WIDTH}u] = {name}.{XYZW[e]};")
             else:
-                out.append(f"{x.array}[({k}) * {x.width}u + ({o}) / {WIDTH}u][({o}) % {WIDTH}u] = {name};")
+                at = f"({k}) * {x.width}u + ({o}) / {WIDTH}u"
+                out.append(f"{x.array}[{at}][({o}) % {WIDTH}u] = {name};")
         if x.total < self.shape.size:
             return [f"if (lane < {x.total}u) {{", *indent(out), "}"]
         return out
@@ -193,7 +257,9 @@ class _Tiled(Tile):
         start, stop = self.piece(self.length, 1)
         self.acc = [[f"c{i}x{j}" for j in range(s.tn // WIDTH)] for i in range(s.tm)]
         for x in (self.left, self.right):
-            w.blocks[0] += [f"var {n}: {'vec4<f32>' if x.mode else 'f32'};" for n in x.names]
+            w.blocks[0] += [
+                f"var {n}: {'vec4<f32>' if x.mode else 'f32'};" for n in x.names
+            ]
         for x in (self.left, self.right):
             self.fetch(x, start, stop, 0)
         head = [f"var {a}: vec4<f32>;" for line in self.acc for a in line]
@@ -202,7 +268,8 @@ class _Tiled(Tile):
         for x in (self.left, self.right):
             w.blocks[-1] += self.keep(x)
         w.line("workgroupBarrier();")
-        # Beyond the end the last chunk comes again: a load under a condition would keep its registers around the loop.
+        # Beyond the end the last chunk comes again: a load under a condition would
+        # keep its registers around the loop.
         last = f"max({stop}, {s.bk}u) - {s.bk}u" if self.exact else stop
         w.line(f"let ahead = min(chunk + {s.bk}u, {last});")
         for x in (self.left, self.right):
@@ -224,10 +291,12 @@ class _Tiled(Tile):
             left = [f"l{k}x{g}" for g in range(s.tm // WIDTH)]
             right = [f"r{k}x{g}" for g in range(s.tn // WIDTH)]
             out += [
-                f"let {x} = lefts[{plus('ty', k * self.left.width + g * self.ty)}];" for g, x in enumerate(left)
+                f"let {x} = lefts[{plus('ty', k * self.left.width + g * self.ty)}];"
+                for g, x in enumerate(left)
             ]
             out += [
-                f"let {x} = rights[{plus('tx', k * self.right.width + g * self.tx)}];" for g, x in enumerate(right)
+                f"let {x} = rights[{plus('tx', k * self.right.width + g * self.tx)}];"
+                for g, x in enumerate(right)
             ]
             for i, line in enumerate(self.acc):
                 for j, acc in enumerate(line):
@@ -246,16 +315,26 @@ class _Tiled(Tile):
         return plus(f"n0 + tx * {WIDTH}u", j // WIDTH * self.tx * WIDTH + j % WIDTH)
 
     def result(self, i: int, j: int) -> str:
-        return self.acc[i][j] if self.c.wide else f"{self.acc[i][j // WIDTH]}.{XYZW[j % WIDTH]}"
+        return (
+            self.acc[i][j]
+            if self.c.wide
+            else f"{self.acc[i][j // WIDTH]}.{XYZW[j % WIDTH]}"
+        )
 
 
 def choose_shape(c: Contraction, longest: int) -> tuple[Shape, int]:
-    """Tile shape and pieces of k: large tiles load least, but the device wants about two workgroups a processor."""
+    """Tile shape and pieces of k.
+
+    Large tiles load least, but a device wants about two workgroups a processor.
+    """
     batch, m, n, k = c.sizes
     limits = c.target.limits
     best, best_cost = (SHAPES[-1][0], 1), math.inf
     for shape, speed in SHAPES:
-        if shape.memory > limits.max_workgroup_storage or shape.size > limits.max_invocations:
+        if (
+            shape.memory > limits.max_workgroup_storage
+            or shape.size > limits.max_invocations
+        ):
             continue
         down, across = -(-m // shape.bm), -(-n // shape.bn)
         for splits in (1, 2, 4, 8, 16, 32):
@@ -264,10 +343,20 @@ def choose_shape(c: Contraction, longest: int) -> tuple[Shape, int]:
             if -(-k // splits) > longest:
                 continue
             groups = batch * down * across * splits
-            waves = max(groups / _GROUPS, 1.0) if groups < _GROUPS else math.ceil(2 * groups / _GROUPS) / 2
-            work = waves * shape.bm * shape.bn * (-(-k // splits) + 2 * shape.bk) / speed
+            waves = (
+                max(groups / _GROUPS, 1.0)
+                if groups < _GROUPS
+                else math.ceil(2 * groups / _GROUPS) / 2
+            )
+            work = (
+                waves * shape.bm * shape.bn * (-(-k // splits) + 2 * shape.bk) / speed
+            )
             # Pieces are written and read again.
-            extra = 0.0 if splits == 1 else batch * m * n * (splits + 1) * 12 / _GROUPS + 40_000
+            extra = (
+                0.0
+                if splits == 1
+                else batch * m * n * (splits + 1) * 12 / _GROUPS + 40_000
+            )
             if work + extra < best_cost:
                 best, best_cost = (shape, splits), work + extra
     shape, splits = best
