@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     _title("What it compiles to")
     _kernels(sd.lower(swiglu, gate, up), bindings=True)
     _title("Its derivative, which nobody wrote")
+    for name in ("gate", "up"):
+        print(swiglu.show(derivative=name).splitlines()[-1].strip())
     _kernels(sd.lower(swiglu, gate, up, backward=True), bindings=False)
     _title(f"Checked against NumPy in float64, on {sd.runtime.current().name}")
     good = _check(swiglu, gate, up, dy)

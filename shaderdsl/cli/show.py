@@ -16,7 +16,9 @@ __all__ = ["add_arguments", "kernel_heading", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="FILE:OP", help="or package.module:OP")
     parser.add_argument(
-        "--sizes", metavar="t=16,d=512", help="sizes of axes (default: 64, ... is 16)"
+        "--sizes",
+        metavar="t=16,d=512",
+        help="sizes of axes, ... for leading ones (default: 16 each)",
     )
     parser.add_argument(
         "--dtypes", metavar="ids=i32", help="dtypes of operands (default: f32)"
@@ -42,12 +44,14 @@ def run(args: argparse.Namespace) -> int:
     for op in ops:
         specs, given, known = arguments(op, sizes, dtypes)
         if args.math:
-            _formulas(op, specs, args.backward)
+            print("\n".join(_definitions(op, specs, args.backward, math=True)))
             continue
         lowered = sd.lower(op, *specs, backward=args.backward, **given)
         axes = ", ".join(f"{name}={size}" for name, size in known.items())
         part = "the pullback of " if args.backward else ""
         print(f"// {part}{op.name}: {op.signature.text}  ({axes})")
+        for text in _definitions(op, specs, args.backward, math=False):
+            print("\n".join(f"//{line}" for line in text.splitlines()[1:]))
         for number, kernel in enumerate(lowered.kernels):
             print(f"\n// {kernel_heading(number, kernel)}")
             print(kernel.wgsl.strip())
@@ -66,9 +70,9 @@ def kernel_heading(number: int, kernel: Any) -> str:
     )
 
 
-def _formulas(op: Any, specs: list[Any], backward: bool) -> None:
-    print(op.show(math=True))
-    if backward:
-        for name, one in zip(op._operands, specs):
-            if one.dtype in ("f32", "f16"):
-                print(op.show(derivative=name, math=True))
+def _definitions(op: Any, specs: list[Any], backward: bool, math: bool) -> list[str]:
+    """The op's formula, or those of its derivatives."""
+    if not backward:
+        return [op.show(math=math)]
+    floats = [n for n, x in zip(op._operands, specs) if x.dtype in ("f32", "f16")]
+    return [op.show(derivative=name, math=math) for name in floats]

@@ -108,7 +108,7 @@ def arguments(
     Args:
         op: the op.
         sizes: axis → size; ``...`` is the size of one leading axis. Axes that are not
-            named get 64, or 16 where the op reads ``...``.
+            named get 16.
         dtypes: operand → dtype; f32 where none is given.
 
     Returns:
@@ -145,7 +145,7 @@ def arguments(
         return sum(parts) if dim.kind == "joined" else math.prod(parts)
 
     def axis(name: str) -> int:
-        return known.setdefault(name, 64)
+        return known.setdefault(name, 16)
 
     specs = [
         spec(dtypes.get(name, "f32"), *(size(dim) for dim in dims))
