@@ -1,7 +1,7 @@
 """``sd.Array``: an array on a device, or a symbol for one while a function is traced.
 
-Operators build stages. On arrays that exist they run at once; inside ``sd.compile``, ``vjp`` or ``grad`` a chain of them is
-one graph and fuses like an op.
+Operators build stages. On arrays that exist they run at once; inside ``sd.compile``,
+``vjp`` or ``grad`` a chain of them is one graph and fuses like an op.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from .ir.stage import Stage, input_stage, whole
 from .ir.trace import OPERATORS, expand_power
 from .runtime import current as current_device
 
-NUMPY = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "u32": np.uint32, "bool": np.bool_}
+NUMPY = {
+    "f32": np.float32,
+    "f16": np.float16,
+    "i32": np.int32,
+    "u32": np.uint32,
+    "bool": np.bool_,
+}
 _NAMES = {np.dtype(t): n for n, t in NUMPY.items()}
 # Integer arrays remember their host copy, so that ids can be checked before a launch.
 _KEEP_HOST = 1 << 24
@@ -39,7 +45,9 @@ def dtype_name(dtype: Any) -> str:
         return _NAMES[np.dtype(dtype)]
     except (KeyError, TypeError):
         raise DTypeError(
-            f"dtype {dtype!r} is not one of {', '.join(NUMPY)}", where=E.user_location(), cure="convert first"
+            f"dtype {dtype!r} is not one of {', '.join(NUMPY)}",
+            where=E.user_location(),
+            cure="convert first",
         ) from None
 
 
@@ -49,7 +57,8 @@ _warned = False
 def host_array(x: Any, dtype: str | None = None) -> tuple[np.ndarray, str]:
     """Anything array-like as a NumPy array of one of our dtypes.
 
-    float64 is rounded to f32 (with one warning a process); 64-bit integers are checked against the range of i32.
+    float64 is rounded to f32 (with one warning a process); 64-bit integers are checked
+    against the range of i32.
     """
     global _warned
     if not isinstance(x, np.ndarray):
@@ -78,7 +87,9 @@ def host_array(x: Any, dtype: str | None = None) -> tuple[np.ndarray, str]:
     if x.dtype.name == "bfloat16":
         return x.astype(np.float32), "f32"
     raise DTypeError(
-        f"an array of {x.dtype} cannot be used", where=E.user_location(), cure="convert it to float32 or int32"
+        f"an array of {x.dtype} cannot be used",
+        where=E.user_location(),
+        cure="convert it to float32 or int32",
     )
 
 
@@ -86,17 +97,27 @@ def _check_range(x: np.ndarray, name: str) -> None:
     info = np.iinfo(NUMPY[name])
     if x.size and (int(x.min()) < info.min or int(x.max()) > info.max):
         raise IndexRangeError(
-            f"an integer array holds {x.min()} … {x.max()}, outside of {name}", where=E.user_location()
+            f"an integer array holds {x.min()} … {x.max()}, outside of {name}",
+            where=E.user_location(),
         )
 
 
 class Array:
-    """An n-dimensional array. ``shape`` is a tuple, ``dtype`` one of f32, f16, i32, u32, bool.
+    """An n-dimensional array. ``shape`` is a tuple, ``dtype`` one of f32, f16, i32,
+    u32, bool.
 
     Work is asynchronous: ``numpy()``, ``float()`` and ``sd.synchronize()`` wait.
     """
 
-    __slots__ = ("shape", "dtype", "_stage", "_buffer", "_host", "_donated", "__weakref__")
+    __slots__ = (
+        "shape",
+        "dtype",
+        "_stage",
+        "_buffer",
+        "_host",
+        "_donated",
+        "__weakref__",
+    )
     __array_priority__ = 1000
     __hash__ = None  # type: ignore[assignment]
 
@@ -207,7 +228,9 @@ class Array:
                 self._refuse("be read")
             assert self._host is not None
             return self._host.copy()
-        out: np.ndarray = self._buffer.device.download(self._buffer, self.shape, self.dtype)
+        out: np.ndarray = self._buffer.device.download(
+            self._buffer, self.shape, self.dtype
+        )
         return out
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -257,7 +280,9 @@ class Array:
             return f"Array(donated, shape={self.shape}, dtype={self.dtype})"
         if self.symbolic:
             return f"Array(symbolic, shape={self.shape}, dtype={self.dtype})"
-        return f"Array({np.array2string(self.numpy(), threshold=20)}, dtype={self.dtype})"
+        return (
+            f"Array({np.array2string(self.numpy(), threshold=20)}, dtype={self.dtype})"
+        )
 
     # -------------------------------------------------------------- operations
 
@@ -280,12 +305,20 @@ class Array:
 
     def reshape(self, *shape: Any) -> Array:
         """The same elements under another shape."""
-        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        sizes = (
+            tuple(shape[0])
+            if len(shape) == 1 and not isinstance(shape[0], int)
+            else shape
+        )
         return call(lambda x: A.reshape(x, sizes), self)
 
     def transpose(self, *order: Any) -> Array:
         """Permuted axes, reversed by default."""
-        axes = tuple(order[0]) if len(order) == 1 and not isinstance(order[0], int) else order
+        axes = (
+            tuple(order[0])
+            if len(order) == 1 and not isinstance(order[0], int)
+            else order
+        )
         return call(lambda x: A.transpose(x, axes or None), self)
 
     @property
@@ -378,7 +411,9 @@ class Array:
 
 
 def _bad_index() -> Array:
-    raise IndexRangeError("an integer array indexes the first axis alone", where=E.user_location())
+    raise IndexRangeError(
+        "an integer array indexes the first axis alone", where=E.user_location()
+    )
 
 
 def _install(name: str, prim: str, swap: bool = False, reflect: bool = True) -> None:
@@ -403,7 +438,9 @@ _install("ge", "le", swap=True, reflect=False)
 
 def is_operand(x: Any) -> bool:
     """Whether an operator takes this: an array or a number."""
-    return isinstance(x, (Array, np.ndarray, np.generic, bool, int, float)) or hasattr(x, "__array__")
+    return isinstance(x, (Array, np.ndarray, np.generic, bool, int, float)) or hasattr(
+        x, "__array__"
+    )
 
 
 def is_number(x: Any) -> bool:
@@ -422,11 +459,14 @@ def asarray(x: Any, dtype: Any = None) -> Array:
 def call(build: Callable[..., Stage], *xs: Any) -> Array:
     """Build a stage of arrays and numbers; run it now unless one of them is symbolic.
 
-    Numbers stay constants in a trace; when run at once they are runtime scalars, so another number compiles nothing.
+    Numbers stay constants in a trace; when run at once they are runtime scalars, so
+    another number compiles nothing.
     """
     arrays = [x for x in xs if isinstance(x, Array)]
     if any(x.symbolic and not x._donated for x in arrays):
-        return Array.symbol(build(*(x.stage() if isinstance(x, Array) else E.const(x) for x in xs)))
+        return Array.symbol(
+            build(*(x.stage() if isinstance(x, Array) else E.const(x) for x in xs))
+        )
     scalars: dict[str, Any] = {}
     operands: list[Stage | Expr] = []
     inputs: list[Stage] = []
@@ -452,9 +492,13 @@ def primitive(name: str, *xs: Any) -> Array:
     operands = [x if is_number(x) else asarray(x) for x in xs]
     arrays = [x for x in operands if isinstance(x, Array)]
     if PRIMITIVES[name].takes != "float" and any(x.dtype == "u32" for x in arrays):
-        # A weak integer takes the type of what it meets; as a runtime number it has to be told.
+        # A weak integer takes the type of what it meets; as a runtime number it has to
+        # be told.
         operands = [
-            Array.of_host(np.asarray(x, np.uint32), "u32") if type(x) is int and x >= 0 else x for x in operands
+            Array.of_host(np.asarray(x, np.uint32), "u32")
+            if type(x) is int and x >= 0
+            else x
+            for x in operands
         ]
     return call(lambda *s: A.elementwise(name, *s), *operands)
 
@@ -466,7 +510,8 @@ def take(x: Array, ids: Array) -> Array:
         low, high = int(host.min()), int(host.max())
         if low < 0 or high >= x.shape[0]:
             raise IndexRangeError(
-                f"indices run from {low} to {high}, the first axis has size {x.shape[0]}", where=E.user_location()
+                f"indices run from {low} to {high}, the first axis has size {x.shape[0]}",
+                where=E.user_location(),
             )
     return call(A.take, x, ids)
 

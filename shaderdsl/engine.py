@@ -1,4 +1,6 @@
-"""From graphs to running plans: placeholders, the cache of plans, and the lock that tracing holds."""
+"""From graphs to running plans: placeholders, the cache of plans, and the lock that
+tracing holds.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from .ir import verify
 from .ir.stage import Stage, input_stage, topo_stages
 from .runtime import current as current_device
 
-# Interning is not atomic, so one thread traces, derives and plans at a time; running is free.
+# Interning is not atomic, so one thread traces, derives and plans at a time; running is
+# free.
 lock = threading.RLock()
 _placeholders: dict[tuple[Any, ...], Stage] = {}
 _plans: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
@@ -21,7 +24,9 @@ _PLANS = 2048
 
 
 def placeholder(role: Any, shape: Sequence[int], dtype: str, name: str = "x") -> Stage:
-    """The input stage for a role. The same role gives the same stage, so that equal traces are equal graphs."""
+    """The input stage for a role. The same role gives the same stage, so that equal
+    traces are equal graphs.
+    """
     key = (role, tuple(shape), dtype, name)
     with lock:
         stage = _placeholders.get(key)
@@ -31,7 +36,8 @@ def placeholder(role: Any, shape: Sequence[int], dtype: str, name: str = "x") ->
 
 
 def captured_inputs(outs: Sequence[Stage], inputs: Sequence[Stage]) -> list[Stage]:
-    """Inputs of the graph that are no arguments: arrays that the function closed over."""
+    """Inputs of the graph that are no arguments: arrays that the function closed over.
+    """
     known = set(inputs)
     return [s for s in topo_stages(outs) if s.kind == "input" and s not in known]
 
@@ -39,7 +45,9 @@ def captured_inputs(outs: Sequence[Stage], inputs: Sequence[Stage]) -> list[Stag
 class Plan:
     """A lowered program with its executable and the arrays that it captured."""
 
-    def __init__(self, outs: Sequence[Stage], inputs: Sequence[Stage], donated: frozenset[int]):
+    def __init__(
+        self, outs: Sequence[Stage], inputs: Sequence[Stage], donated: frozenset[int]
+    ):
         self.device = current_device()
         captured = captured_inputs(outs, inputs)
         self.captured = [s.source for s in captured]
@@ -55,7 +63,9 @@ class Plan:
         self.program: Program = lower_graph(
             outs, self.device.target, inputs=(*inputs, *captured), donated=donated
         )
-        verify.check([s for k in self.program.kernels for s in k.members], "after the partition")
+        verify.check(
+            [s for k in self.program.kernels for s in k.members], "after the partition"
+        )
         self.executable = self.device.build(self.program)
 
     def __call__(self, buffers: Sequence[Any], scalars: dict[str, Any]) -> list[Any]:
@@ -64,7 +74,11 @@ class Plan:
         return result
 
 
-def plan_for(outs: Sequence[Stage], inputs: Sequence[Stage], donated: frozenset[int] = frozenset()) -> Plan:
+def plan_for(
+    outs: Sequence[Stage],
+    inputs: Sequence[Stage],
+    donated: frozenset[int] = frozenset(),
+) -> Plan:
     """The plan of a graph on the current device, made once."""
     key = (id(current_device()), tuple(outs), tuple(inputs), donated)
     with lock:
@@ -79,7 +93,10 @@ def plan_for(outs: Sequence[Stage], inputs: Sequence[Stage], donated: frozenset[
 
 
 def run_graph(
-    outs: Sequence[Stage], inputs: Sequence[Stage], buffers: Sequence[Any], scalars: dict[str, Any]
+    outs: Sequence[Stage],
+    inputs: Sequence[Stage],
+    buffers: Sequence[Any],
+    scalars: dict[str, Any],
 ) -> list[Any]:
     """Run a graph on buffers."""
     return plan_for(outs, inputs)(buffers, scalars)

@@ -7,12 +7,16 @@ class ShaderError(Exception):
     """Base of every error that this library raises.
 
     Args:
-        message: what was wrong, with the argument, the axis and both sizes where there are such.
-        where: the op and the user's own file and line, e.g. ``"rms_norm (model.py:12)"``.
+        message: what was wrong, with the argument, the axis and both sizes where there
+            are such.
+        where: the op and the user's own file and line, e.g. ``"rms_norm
+            (model.py:12)"``.
         cure: how to mend it, as an instruction.
     """
 
-    def __init__(self, message: str, *, where: str | None = None, cure: str | None = None):
+    def __init__(
+        self, message: str, *, where: str | None = None, cure: str | None = None
+    ):
         self.message, self.where, self.cure = message, where, cure
         text = message
         if where:
@@ -43,7 +47,9 @@ class IndexRangeError(ShaderError, IndexError):
 
 
 class ReductionError(ShaderError, ValueError):
-    """A reduction over nothing that has no identity (max, min, argmax, mean of an empty axis)."""
+    """A reduction over nothing that has no identity (max, min, argmax, mean of an empty
+    axis).
+    """
 
 
 class DifferentiationError(ShaderError, TypeError):
@@ -51,11 +57,15 @@ class DifferentiationError(ShaderError, TypeError):
 
 
 class TraceError(ShaderError, TypeError):
-    """A symbolic value used where Python needs a number (``if``, ``float()``, ``numpy()``)."""
+    """A symbolic value used where Python needs a number (``if``, ``float()``,
+    ``numpy()``).
+    """
 
 
 class LimitError(ShaderError, ValueError):
-    """More than the device allows: a binding, workgroup memory, workgroups. Says both numbers."""
+    """More than the device allows: a binding, workgroup memory, workgroups. Says both
+    numbers.
+    """
 
 
 class DeviceError(ShaderError, RuntimeError):
@@ -87,4 +97,6 @@ class DataError(ShaderError, ValueError):
 
 
 class CompilerError(ShaderError, RuntimeError):
-    """Our own fault: a check inside the compiler failed, or a driver refused what we printed."""
+    """Our own fault: a check inside the compiler failed, or a driver refused what we
+    printed.
+    """

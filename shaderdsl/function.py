@@ -1,4 +1,6 @@
-"""Functions of arrays: ``op``, ``compile``, ``vjp``, ``jvp``, ``grad``, ``value_and_grad``, ``lower``."""
+"""Functions of arrays: ``op``, ``compile``, ``vjp``, ``jvp``, ``grad``,
+``value_and_grad``, ``lower``.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _state = threading.local()
 
 
 class _Tracing:
-    """One function under trace: how deep it nests, and the checks on ids that its ops asked for."""
+    """One function under trace: how deep it nests, and the checks on ids that its ops
+    asked for.
+    """
 
     def __init__(self) -> None:
         self.checks: list[HostCheck] = []
@@ -56,14 +60,18 @@ def run_checks(
     host: dict[Stage, np.ndarray],
     scalars: dict[str, Any] | None = None,
 ) -> None:
-    """Look at ids that are known on the host; ``scalars`` are the runtime numbers that guards may use.
+    """Look at ids that are known on the host; ``scalars`` are the runtime numbers that
+    guards may use.
 
     Raises:
         IndexRangeError: naming the array, the axis' size and the offending id.
     """
     for c in checks:
         stages = {n.data for n in E.loads(c.index, *c.guards)}
-        known = {s: host[s] if s in host else getattr(s.source, "_host", None) for s in stages}
+        known = {
+            s: host[s] if s in host else getattr(s.source, "_host", None)
+            for s in stages
+        }
         if any(v is None for v in known.values()):
             continue
         low, high = interpret.index_range(c.index, c.guards, c.space, known, scalars)
@@ -84,13 +92,18 @@ def _rebound(
     def moved(e: E.Expr) -> E.Expr:
         return E.rewrite(
             e,
-            lambda n, args: E.load(rebind([n.data], given)[0], args)
-            if n.kind == "load"
-            else (E.rebuild(n, args) if args else n),
+            lambda n, args: (
+                E.load(rebind([n.data], given)[0], args)
+                if n.kind == "load"
+                else (E.rebuild(n, args) if args else n)
+            ),
         )
 
     return [
-        dataclasses.replace(c, index=moved(c.index), guards=tuple(moved(g) for g in c.guards)) for c in checks
+        dataclasses.replace(
+            c, index=moved(c.index), guards=tuple(moved(g) for g in c.guards)
+        )
+        for c in checks
     ]
 
 
@@ -98,9 +111,17 @@ def _rebound(
 
 
 class Op:
-    """An operation defined by an expression over named axes. Call it with arrays; everything else follows from it."""
+    """An operation defined by an expression over named axes. Call it with arrays;
+    everything else follows from it.
+    """
 
-    def __init__(self, function: Callable[..., Any], text: str, sizes: dict[str, int], static: tuple[str, ...]):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        text: str,
+        sizes: dict[str, int],
+        static: tuple[str, ...],
+    ):
         functools.update_wrapper(self, function)
         self.function = function
         self.name = function.__name__
@@ -118,7 +139,9 @@ class Op:
             if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
         count = len(self.signature.inputs)
-        if any(p.kind == p.VAR_POSITIONAL for p in self._parameters.parameters.values()):
+        if any(
+            p.kind == p.VAR_POSITIONAL for p in self._parameters.parameters.values()
+        ):
             return names + [f"arg{k}" for k in range(len(names), count)]
         if len(names) < count:
             raise ShapeError(
@@ -132,7 +155,9 @@ class Op:
         """The op and the line of its definition."""
         return f"{self.name} ({T_where(self.function)})"
 
-    def _bind(self, args: Sequence[Any], keywords: dict[str, Any]) -> tuple[list[Any], dict[str, int], dict[str, Any]]:
+    def _bind(
+        self, args: Sequence[Any], keywords: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, int], dict[str, Any]]:
         values = list(args[: len(self._operands)])
         options = dict(keywords)
         for name in self._operands[len(values) :]:
@@ -147,7 +172,10 @@ class Op:
         for p, v in zip(extra, args[len(self._operands) :], strict=False):
             options[p.name] = v
         if len(args) > len(self._operands) + len(extra):
-            raise ShapeError(f"{self.name} got {len(args)} arguments", where=f"{self.name} ({E.user_location()})")
+            raise ShapeError(
+                f"{self.name} got {len(args)} arguments",
+                where=f"{self.name} ({E.user_location()})",
+            )
         for p in extra:
             if p.default is not p.empty:
                 options.setdefault(p.name, p.default)
@@ -163,7 +191,8 @@ class Op:
                 keep[k] = v
             else:
                 raise AxisError(
-                    f"{self.name} has no option or axis {k!r}", where=f"{self.name} ({E.user_location()})"
+                    f"{self.name} has no option or axis {k!r}",
+                    where=f"{self.name} ({E.user_location()})",
                 )
         return values, sizes, keep
 
@@ -175,7 +204,9 @@ class Op:
         with lock:
             sig = S.expand(self.signature, shapes, where)
             known = S.solve(sig, shapes, sizes, self._operands, where)
-            return T.run(self.function, self.name, sig, known, stages, options, self._operands)
+            return T.run(
+                self.function, self.name, sig, known, stages, options, self._operands
+            )
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         values, sizes, options = self._bind(args, keywords)
@@ -185,14 +216,18 @@ class Op:
         everything = arrays + [options[k] for k in extra]
         if any(a.symbolic and not a._donated for a in everything):
             expressions = {
-                k: _number_node(k, v, k in self.static, None) for k, v in options.items()
+                k: _number_node(k, v, k in self.static, None)
+                for k, v in options.items()
             }
-            outs, checks, many = self._graph([a.stage() for a in arrays], sizes, expressions)
+            outs, checks, many = self._graph(
+                [a.stage() for a in arrays], sizes, expressions
+            )
             _note_checks(checks)
             return _give([Array.symbol(s) for s in outs], many)
         scalars: dict[str, Any] = {}
         inputs = [
-            placeholder(("op", k), a.shape, a.dtype, (self._operands + extra)[k]) for k, a in enumerate(everything)
+            placeholder(("op", k), a.shape, a.dtype, (self._operands + extra)[k])
+            for k, a in enumerate(everything)
         ]
         expressions = {}
         for k, v in options.items():
@@ -203,7 +238,10 @@ class Op:
         key = (
             tuple(inputs),
             tuple(sorted(sizes.items())),
-            tuple((k, v if isinstance(v, E.Expr) else _hashable(v)) for k, v in expressions.items()),
+            tuple(
+                (k, v if isinstance(v, E.Expr) else _hashable(v))
+                for k, v in expressions.items()
+            ),
         )
         found = self._graphs.get(key)
         if found is None:
@@ -216,7 +254,11 @@ class Op:
             run_checks(checks, _host_copies(inputs, everything), scalars)
         buffers = plan_for(outs, inputs)([a.buffer() for a in everything], scalars)
         return _give(
-            [Array.of_buffer(b, s.shape, s.dtype) for b, s in zip(buffers, outs, strict=True)], many
+            [
+                Array.of_buffer(b, s.shape, s.dtype)
+                for b, s in zip(buffers, outs, strict=True)
+            ],
+            many,
         )
 
     def reference(self, *args: Any, **keywords: Any) -> Any:
@@ -224,19 +266,32 @@ class Op:
         values, sizes, options = self._bind(args, keywords)
         arrays = [np.asarray(v) for v in values]
         stages = [
-            placeholder(("op", k), a.shape, "f32" if a.dtype.kind == "f" else host_array(a)[1], n)
+            placeholder(
+                ("op", k),
+                a.shape,
+                "f32" if a.dtype.kind == "f" else host_array(a)[1],
+                n,
+            )
             for k, (a, n) in enumerate(zip(arrays, self._operands, strict=True))
         ]
-        expressions = {k: _number_node(k, v, k in self.static, None) for k, v in options.items()}
+        expressions = {
+            k: _number_node(k, v, k in self.static, None) for k, v in options.items()
+        }
         outs, checks, many = self._graph(stages, sizes, expressions)
         given = dict(zip(stages, arrays, strict=True))
         run_checks(checks, {s: a for s, a in given.items() if s.dtype in E.INTS})
         return _give(interpret.evaluate(outs, given), many)
 
     def show(
-        self, *, derivative: str | None = None, math: bool = False, sizes: dict[str, int] | None = None
+        self,
+        *,
+        derivative: str | None = None,
+        math: bool = False,
+        sizes: dict[str, int] | None = None,
     ) -> str:
-        """The op's definition as text, or as LaTeX with ``math=True``; of a derivative where one is named."""
+        """The op's definition as text, or as LaTeX with ``math=True``; of a derivative
+        where one is named.
+        """
         from .interop.show import show_op
 
         return show_op(self, derivative=derivative, math=math, sizes=sizes)
@@ -251,8 +306,12 @@ def T_where(function: Callable[..., Any]) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if code else "?"
 
 
-def _number_node(name: str, v: Any, static: bool, scalars: dict[str, Any] | None) -> Any:
-    """An option as an expression: a runtime scalar when ``scalars`` collects them, a parameter inside a trace."""
+def _number_node(
+    name: str, v: Any, static: bool, scalars: dict[str, Any] | None
+) -> Any:
+    """An option as an expression: a runtime scalar when ``scalars`` collects them, a
+    parameter inside a trace.
+    """
     if isinstance(v, Array):
         return E.load(v.stage(), ())
     if isinstance(v, np.generic):
@@ -278,16 +337,23 @@ def _give(xs: list[Any], many: bool) -> Any:
     return tuple(xs) if many else xs[0]
 
 
-def _host_copies(inputs: Sequence[Stage], arrays: Sequence[Array]) -> dict[Stage, np.ndarray]:
-    return {s: a._host for s, a in zip(inputs, arrays, strict=True) if a._host is not None}
+def _host_copies(
+    inputs: Sequence[Stage], arrays: Sequence[Array]
+) -> dict[Stage, np.ndarray]:
+    return {
+        s: a._host for s, a in zip(inputs, arrays, strict=True) if a._host is not None
+    }
 
 
-def op(signature: str, *, static: Sequence[str] = (), **sizes: int) -> Callable[[Callable[..., Any]], Op]:
+def op(
+    signature: str, *, static: Sequence[str] = (), **sizes: int
+) -> Callable[[Callable[..., Any]], Op]:
     """Define an op: ``@sd.op("... d, d -> ... d")``.
 
     Args:
         signature: operands and results over named axes (see ``docs/signatures.md``).
-        static: keyword options that are constants of the kernel and not runtime scalars.
+        static: keyword options that are constants of the kernel and not runtime
+            scalars.
         sizes: sizes of axes that the operands do not determine.
 
     Raises:
@@ -304,9 +370,13 @@ def op(signature: str, *, static: Sequence[str] = (), **sizes: int) -> Callable[
 
 
 class _Traced:
-    """A function traced on placeholders: stages of its array results, and how to put results together."""
+    """A function traced on placeholders: stages of its array results, and how to put
+    results together.
+    """
 
-    def __init__(self, function: Callable[..., Any], args: Any, role: Any, named: Any = None):
+    def __init__(
+        self, function: Callable[..., Any], args: Any, role: Any, named: Any = None
+    ):
         leaves, structure = tree.flatten(args)
         names = _leaf_names(named or function, args)
         self.arrays: list[Array] = []
@@ -320,7 +390,9 @@ class _Traced:
                 if a is None:
                     self.static.append(leaf)
                     continue
-                s = placeholder((role, t.depth, len(self.inputs)), a.shape, a.dtype, names[k])
+                s = placeholder(
+                    (role, t.depth, len(self.inputs)), a.shape, a.dtype, names[k]
+                )
                 self.arrays.append(a)
                 self.inputs.append(s)
                 self.positions.append(k)
@@ -345,15 +417,19 @@ class _Traced:
         return tree.unflatten(self.result, leaves)
 
     def symbolic(self) -> bool:
-        """Whether an argument, or what the function closes over, is a symbol of an outer trace."""
+        """Whether an argument, or what the function closes over, is a symbol of an
+        outer trace.
+        """
         return any(a.symbolic and not a._donated for a in self.arrays) or any(
             s.source is None for s in captured_inputs(self.outs, self.inputs)
         )
 
 
 def _leaf_names(function: Any, args: Sequence[Any]) -> list[str]:
-    """What the kernels call each leaf: a parameter that is one array has its name, parts of a pytree have none of their
-    own (equal kernels of all layers must stay one text)."""
+    """What the kernels call each leaf: a parameter that is one array has its name,
+    parts of a pytree have none of their own (equal kernels of all layers must stay one
+    text).
+    """
     if isinstance(function, Op):
         names = list(function._operands)
     elif len(args) == 1 and type(args[0]) is dict:
@@ -361,7 +437,11 @@ def _leaf_names(function: Any, args: Sequence[Any]) -> list[str]:
         args = list(args[0].values())
     else:
         try:
-            names = [p.name for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_POSITIONAL]
+            names = [
+                p.name
+                for p in inspect.signature(function).parameters.values()
+                if p.kind != p.VAR_POSITIONAL
+            ]
         except (TypeError, ValueError):
             names = []
     out: list[str] = []
@@ -373,7 +453,9 @@ def _leaf_names(function: Any, args: Sequence[Any]) -> list[str]:
 
 
 def _as_leaf(leaf: Any) -> Array | None:
-    """An argument's leaf as an array, or None when it is static (bool, str, a configuration)."""
+    """An argument's leaf as an array, or None when it is static (bool, str, a
+    configuration).
+    """
     if isinstance(leaf, Spec):
         return Array.symbol(placeholder("spec", leaf.shape, leaf.dtype))
     if isinstance(leaf, Array):
@@ -381,7 +463,11 @@ def _as_leaf(leaf: Any) -> Array | None:
         return leaf
     if isinstance(leaf, (bool, str)) or leaf is None:
         return None
-    if is_number(leaf) or isinstance(leaf, (np.ndarray, np.generic)) or hasattr(leaf, "__array__"):
+    if (
+        is_number(leaf)
+        or isinstance(leaf, (np.ndarray, np.generic))
+        or hasattr(leaf, "__array__")
+    ):
         return asarray(leaf)
     return None
 
@@ -391,7 +477,11 @@ class Spec:
 
     def __init__(self, dtype: str, *shape: int):
         self.dtype = dtype
-        self.shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        self.shape = (
+            tuple(shape[0])
+            if len(shape) == 1 and isinstance(shape[0], (tuple, list))
+            else shape
+        )
 
 
 def spec(dtype: str, *shape: int) -> Spec:
@@ -399,12 +489,18 @@ def spec(dtype: str, *shape: int) -> Spec:
     return Spec(dtype, *shape)
 
 
-def _run(outs: Sequence[Stage], inputs: Sequence[Stage], arrays: Sequence[Array]) -> list[Array]:
+def _run(
+    outs: Sequence[Stage], inputs: Sequence[Stage], arrays: Sequence[Array]
+) -> list[Array]:
     buffers = plan_for(outs, inputs)([a.buffer() for a in arrays], {})
-    return [Array.of_buffer(b, s.shape, s.dtype) for b, s in zip(buffers, outs, strict=True)]
+    return [
+        Array.of_buffer(b, s.shape, s.dtype) for b, s in zip(buffers, outs, strict=True)
+    ]
 
 
-def _substituted(outs: Sequence[Stage], inputs: Sequence[Stage], arrays: Sequence[Array]) -> list[Array]:
+def _substituted(
+    outs: Sequence[Stage], inputs: Sequence[Stage], arrays: Sequence[Array]
+) -> list[Array]:
     """Results of an inner trace as symbols of the outer one."""
     given = {s: a.stage() for s, a in zip(inputs, arrays, strict=True)}
     return [Array.symbol(s) for s in rebind(outs, given)]
@@ -428,7 +524,9 @@ class Compiled:
                 f"donate names {unknown[0]!r}, which is no parameter of {getattr(function, '__name__', function)}"
             )
 
-    def _flatten(self, args: Sequence[Any], keywords: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    def _flatten(
+        self, args: Sequence[Any], keywords: dict[str, Any]
+    ) -> tuple[dict[str, Any], list[Any]]:
         bound = self._parameters.bind(*args, **keywords)
         bound.apply_defaults()
         return dict(bound.arguments), [bound]
@@ -473,7 +571,10 @@ class Compiled:
             given[k].donate()
         results = plan(buffers, {})
         return traced.results(
-            [Array.of_buffer(b, s.shape, s.dtype) for b, s in zip(results, plan.outs, strict=True)]
+            [
+                Array.of_buffer(b, s.shape, s.dtype)
+                for b, s in zip(results, plan.outs, strict=True)
+            ]
         )
 
     def _trace(self, arguments: dict[str, Any]) -> tuple[_Traced, Plan, list[int]]:
@@ -489,14 +590,17 @@ class Compiled:
         return traced, plan, donated
 
 
-def compile(function: Callable[..., Any] | None = None, *, donate: Sequence[str] = ()) -> Any:
+def compile(
+    function: Callable[..., Any] | None = None, *, donate: Sequence[str] = ()
+) -> Any:
     """Compile a function of arrays (and pytrees of them) into one plan.
 
-    It is traced once for each signature (structure, shapes, dtypes, values of bools and strings). Python numbers are
-    runtime values: another number compiles nothing.
+    It is traced once for each signature (structure, shapes, dtypes, values of bools and
+    strings). Python numbers are runtime values: another number compiles nothing.
 
     Args:
-        donate: names of parameters whose arrays may be overwritten; they cannot be used afterwards.
+        donate: names of parameters whose arrays may be overwritten; they cannot be used
+            afterwards.
     """
     if function is None:
         return lambda f: Compiled(f, tuple(donate))
@@ -520,19 +624,28 @@ def _differentiable(traced: _Traced) -> list[int]:
 
 
 def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., Any]]:
-    """``y, pullback = vjp(f, *args)``: the value, and the function from a cotangent of y to cotangents of the args.
+    """``y, pullback = vjp(f, *args)``: the value, and the function from a cotangent of
+    y to cotangents of the args.
 
-    The pullback gives one result for each argument (the only one bare), of the argument's own structure; leaves that are not
-    floating point get None.
+    The pullback gives one result for each argument (the only one bare), of the
+    argument's own structure; leaves that are not floating point get None.
     """
     traced = _Traced(function, args, "vjp")
     wrt = [traced.inputs[k] for k in _differentiable(traced)]
     floats = [k for k, s in enumerate(traced.outs) if s.dtype in E.FLOATS]
     cots = [
-        placeholder(("cotangent", len(getattr(_state, "stack", []))), traced.outs[k].shape, traced.outs[k].dtype, "dy")
+        placeholder(
+            ("cotangent", len(getattr(_state, "stack", []))),
+            traced.outs[k].shape,
+            traced.outs[k].dtype,
+            "dy",
+        )
         if len(floats) == 1
         else placeholder(
-            ("cotangent", len(getattr(_state, "stack", [])), k), traced.outs[k].shape, traced.outs[k].dtype, "dy"
+            ("cotangent", len(getattr(_state, "stack", [])), k),
+            traced.outs[k].shape,
+            traced.outs[k].dtype,
+            "dy",
         )
         for k in floats
     ]
@@ -594,21 +707,26 @@ def _per_argument(traced: _Traced, by_input: Sequence[Any]) -> Any:
 
 
 def _cotangent_leaves(
-    cotangent: Any, traced: _Traced, floats: Sequence[int], shapes: Sequence[tuple[tuple[int, ...], str]]
+    cotangent: Any,
+    traced: _Traced,
+    floats: Sequence[int],
+    shapes: Sequence[tuple[tuple[int, ...], str]],
 ) -> list[Array]:
     given = tree.leaves(cotangent)
     if len(given) == len(traced.outs) != len(floats):
         given = [given[k] for k in floats]
     if len(given) != len(floats):
         raise ShapeError(
-            f"the pullback takes {len(floats)} cotangents, got {len(given)}", where=E.user_location()
+            f"the pullback takes {len(floats)} cotangents, got {len(given)}",
+            where=E.user_location(),
         )
     out = []
     for g, (shape, dtype) in zip(given, shapes, strict=True):
         a = asarray(g)
         if a.shape != shape:
             raise ShapeError(
-                f"a cotangent has shape {a.shape}, the result it belongs to has {shape}", where=E.user_location()
+                f"a cotangent has shape {a.shape}, the result it belongs to has {shape}",
+                where=E.user_location(),
             )
         out.append(a if a.dtype == dtype else a.astype(dtype))
     return out
@@ -617,7 +735,9 @@ def _cotangent_leaves(
 def _split(
     outs: Sequence[Stage], inputs: Sequence[Stage], grads: Sequence[Stage | None]
 ) -> tuple[list[Stage], list[Stage], list[Stage | None]]:
-    """What forward keeps for backward: reductions and stages that it stores anyway; maps are computed again."""
+    """What forward keeps for backward: reductions and stages that it stores anyway;
+    maps are computed again.
+    """
     forward = {s for s in topo_stages(outs) if s.kind != "input"}
     real = [g for g in grads if g is not None]
     plan = plan_for(outs, inputs)
@@ -635,27 +755,41 @@ def _split(
             continue
         stack += [n.data for n in s.loads]
     kept = sorted(residuals, key=lambda s: s.id)
-    places = [placeholder(("residual", k), s.shape, s.dtype, s.name) for k, s in enumerate(kept)]
+    places = [
+        placeholder(("residual", k), s.shape, s.dtype, s.name)
+        for k, s in enumerate(kept)
+    ]
     renamed = iter(rebind(real, dict(zip(kept, places, strict=True))))
     return kept, places, [None if g is None else next(renamed) for g in grads]
 
 
-def jvp(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """``y, dy = jvp(f, (x,), (tx,))``: the value and its derivative along the tangents."""
+def jvp(
+    function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Any, Any]:
+    """``y, dy = jvp(f, (x,), (tx,))``: the value and its derivative along the tangents.
+    """
     traced = _Traced(function, tuple(primals), "jvp")
     given = tree.leaves(tuple(tangents))
     wrt_positions = _differentiable(traced)
     if len(given) == len(traced.inputs):
         given = [given[k] for k in wrt_positions]
     if len(given) != len(wrt_positions):
-        raise ShapeError(f"jvp takes a tangent for each of {len(wrt_positions)} float arguments, got {len(given)}")
+        raise ShapeError(
+            f"jvp takes a tangent for each of {len(wrt_positions)} float arguments, got {len(given)}"
+        )
     wrt = [traced.inputs[k] for k in wrt_positions]
     directions = [asarray(t, s.dtype) for t, s in zip(given, wrt, strict=True)]
     for t, s in zip(directions, wrt, strict=True):
         if t.shape != s.shape:
-            raise ShapeError(f"a tangent has shape {t.shape}, its argument {s.shape}", where=E.user_location())
+            raise ShapeError(
+                f"a tangent has shape {t.shape}, its argument {s.shape}",
+                where=E.user_location(),
+            )
     places = [
-        placeholder(("tangent", len(getattr(_state, "stack", [])), k), s.shape, s.dtype, "t") for k, s in enumerate(wrt)
+        placeholder(
+            ("tangent", len(getattr(_state, "stack", [])), k), s.shape, s.dtype, "t"
+        )
+        for k, s in enumerate(wrt)
     ]
     with lock:
         pushed = differentiate.jvp(traced.outs, wrt, places)
@@ -670,33 +804,45 @@ def jvp(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence
             got = _run(stages, inputs, arrays)
     n = len(traced.outs)
     rest = iter(got[n:])
-    dy = [next(rest) if s is not None else _zeros(o) for s, o in zip(pushed, traced.outs, strict=True)]
+    dy = [
+        next(rest) if s is not None else _zeros(o)
+        for s, o in zip(pushed, traced.outs, strict=True)
+    ]
     return traced.results(got[:n]), traced.results(dy)
 
 
 def value_and_grad(
-    function: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
+    function: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: bool = False,
 ) -> Callable[..., Any]:
     """The function that gives ``(f(*args), gradient)``; f must give a scalar.
 
-    Gradients have the structure of the arguments in ``argnums``; leaves that are not floating point get None. With
-    ``has_aux`` f gives ``(scalar, anything)``.
+    Gradients have the structure of the arguments in ``argnums``; leaves that are not
+    floating point get None. With ``has_aux`` f gives ``(scalar, anything)``.
 
     Raises:
-        DifferentiationError: an argument named in ``argnums`` is an integer or bool array, or f gives no scalar.
+        DifferentiationError: an argument named in ``argnums`` is an integer or bool
+            array, or f gives no scalar.
     """
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def wrapped(*args: Any, **keywords: Any) -> Any:
         for k in numbers:
             if k >= len(args):
-                raise DifferentiationError(f"argnums {k}, but there are {len(args)} arguments", where=E.user_location())
+                raise DifferentiationError(
+                    f"argnums {k}, but there are {len(args)} arguments",
+                    where=E.user_location(),
+                )
             leaf = args[k]
             if isinstance(leaf, (Array, np.ndarray, list)) or is_number(leaf):
                 a = asarray(leaf)
                 if isinstance(leaf, int) and not isinstance(leaf, bool):
                     raise DifferentiationError(
-                        f"argument {k} is an integer", where=E.user_location(), cure="pass a float"
+                        f"argument {k} is an integer",
+                        where=E.user_location(),
+                        cure="pass a float",
                     )
                 _check_float(a, f"argument {k}, named in argnums,")
 
@@ -706,20 +852,30 @@ def value_and_grad(
         traced = _Traced(call, args, "grad", named=function)
         value = traced.results([Array.symbol(s) for s in traced.outs])
         loss = value[0] if has_aux else value
-        if not isinstance(loss, Array) or loss.shape != () or loss.dtype not in E.FLOATS:
+        if (
+            not isinstance(loss, Array)
+            or loss.shape != ()
+            or loss.dtype not in E.FLOATS
+        ):
             shape = getattr(loss, "shape", type(loss).__name__)
             raise DifferentiationError(
                 f"grad needs a function that gives a float scalar; this one gives {shape}",
-                where=T_where(function) if hasattr(function, "__code__") else E.user_location(),
+                where=T_where(function)
+                if hasattr(function, "__code__")
+                else E.user_location(),
                 cure="reduce it, e.g. with sd.sum or sd.mean, or use sd.vjp with a cotangent",
             )
         chosen = set(numbers)
         owners = _owners(args)
-        wrt_positions = [k for k in _differentiable(traced) if owners[traced.positions[k]] in chosen]
+        wrt_positions = [
+            k for k in _differentiable(traced) if owners[traced.positions[k]] in chosen
+        ]
         wrt = [traced.inputs[k] for k in wrt_positions]
         with lock:
             one = map_stage((), E.const(1.0), "one", dtype=loss.dtype)
-            seeds: list[Stage | None] = [one if s is loss.stage() else None for s in traced.outs]
+            seeds: list[Stage | None] = [
+                one if s is loss.stage() else None for s in traced.outs
+            ]
             first = seeds.index(one)
             seeds = [one if k == first else None for k in range(len(seeds))]
             grads = differentiate.vjp(traced.outs, seeds, wrt)
@@ -740,7 +896,11 @@ def value_and_grad(
         for k, position in enumerate(traced.positions):
             leaves[position] = by_input[k]
         everything = tree.unflatten(traced.structure, leaves)
-        gradient = everything[numbers[0]] if isinstance(argnums, int) else tuple(everything[k] for k in numbers)
+        gradient = (
+            everything[numbers[0]]
+            if isinstance(argnums, int)
+            else tuple(everything[k] for k in numbers)
+        )
         return traced.results(got[:n]), gradient
 
     functools.update_wrapper(wrapped, function, updated=())
@@ -756,9 +916,14 @@ def _owners(args: Sequence[Any]) -> list[int]:
 
 
 def grad(
-    function: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
+    function: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """The function that gives the gradient of a scalar function (see :func:`value_and_grad`)."""
+    """The function that gives the gradient of a scalar function (see
+    :func:`value_and_grad`).
+    """
     both = value_and_grad(function, argnums, has_aux=has_aux)
 
     def wrapped(*args: Any, **keywords: Any) -> Any:
@@ -772,8 +937,11 @@ def grad(
 # ------------------------------------------------------------------ inspection
 
 
-def lower(function: Callable[..., Any], *args: Any, backward: bool = False, **keywords: Any) -> Lowered:
-    """What a call would run: kernels with their WGSL, and why they begin and end where they do.
+def lower(
+    function: Callable[..., Any], *args: Any, backward: bool = False, **keywords: Any
+) -> Lowered:
+    """What a call would run: kernels with their WGSL, and why they begin and end where
+    they do.
 
     Args:
         args: arrays or ``sd.spec(dtype, *shape)``.
@@ -788,7 +956,9 @@ def lower(function: Callable[..., Any], *args: Any, backward: bool = False, **ke
             return Lowered(Plan(traced.outs, traced.inputs, frozenset()).program, ())
         wrt = [traced.inputs[k] for k in _differentiable(traced)]
         seeds = [
-            placeholder(("cotangent", 0, k), s.shape, s.dtype, "dy") if s.dtype in E.FLOATS else None
+            placeholder(("cotangent", 0, k), s.shape, s.dtype, "dy")
+            if s.dtype in E.FLOATS
+            else None
             for k, s in enumerate(traced.outs)
         ]
         grads = differentiate.vjp(traced.outs, seeds, wrt)

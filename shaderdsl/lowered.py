@@ -10,7 +10,9 @@ from .ir.stage import Stage
 
 
 class Lowered:
-    """Kernels exactly as a call dispatches them. ``residuals``: what forward keeps for the pullback."""
+    """Kernels exactly as a call dispatches them. ``residuals``: what forward keeps for
+    the pullback.
+    """
 
     def __init__(self, program: Program, residuals: Sequence[Stage]):
         self.program = program
@@ -37,12 +39,16 @@ class Lowered:
 
     def explain(self) -> str:
         """Why each kernel begins and ends where it does; bytes and FLOPs."""
-        lines = [f"{len(self.kernels)} kernel(s), {self.bytes:,} bytes, {self.flops:,} FLOPs"]
+        lines = [
+            f"{len(self.kernels)} kernel(s), {self.bytes:,} bytes, {self.flops:,} FLOPs"
+        ]
         for i, k in enumerate(self.kernels):
             groups = "×".join(str(n) for n in k.workgroups)
             size = "×".join(str(n) for n in k.workgroup_size)
             lines.append(f"{i}. {k.name} [{k.archetype}] {groups} workgroups of {size}")
-            lines.append(f"   computes {', '.join(s.name for s in k.members)}; stores {', '.join(s.name for s in k.writes)}")
+            lines.append(
+                f"   computes {', '.join(s.name for s in k.members)}; stores {', '.join(s.name for s in k.writes)}"
+            )
             lines.append(f"   {k.bytes:,} bytes, {k.flops:,} FLOPs")
             if k.reason:
                 lines.append(f"   {k.reason}")

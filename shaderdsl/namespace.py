@@ -1,4 +1,6 @@
-"""The functions of the ``sd`` namespace. Inside an op they take values over named axes, outside they take arrays."""
+"""The functions of the ``sd`` namespace. Inside an op they take values over named axes,
+outside they take arrays.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,12 @@ asin, acos, atan = _make("asin"), _make("acos"), _make("atan")
 sinh, cosh, tanh = _make("sinh"), _make("cosh"), _make("tanh")
 sigmoid, erf, softplus = _make("sigmoid"), _make("erf"), _make("softplus")
 abs, sign = _make("abs"), _make("sign")
-floor, ceil, round, trunc = _make("floor"), _make("ceil"), _make("round"), _make("trunc")
+floor, ceil, round, trunc = (
+    _make("floor"),
+    _make("ceil"),
+    _make("round"),
+    _make("trunc"),
+)
 isnan, isinf = _make("isnan"), _make("isinf")
 stop_gradient = _make("stop_gradient")
 
@@ -66,7 +73,9 @@ def maximum(a: Any, b: Any) -> Any:
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:
-    """``a`` where the condition holds, else ``b``; the branch not taken contributes exactly 0 to a gradient."""
+    """``a`` where the condition holds, else ``b``; the branch not taken contributes
+    exactly 0 to a gradient.
+    """
     return _elementwise("where", condition, a, b)
 
 
@@ -92,7 +101,11 @@ def silu(x: Any) -> Any:
 def gelu(x: Any, approximate: str = "none") -> Any:
     """x · Φ(x); ``approximate="tanh"``: 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³)))"""
     if approximate == "tanh":
-        return 0.5 * x * (1.0 + tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))))
+        return (
+            0.5
+            * x
+            * (1.0 + tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))))
+        )
     if approximate != "none":
         raise ValueError(f"gelu: approximate is 'none' or 'tanh', not {approximate!r}")
     return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
@@ -110,7 +123,10 @@ def cast(x: Any, dtype: Any) -> Any:
 def bitcast(x: Any, dtype: Any) -> Any:
     """The same 32 bits as another dtype."""
     name = dtype_name(dtype)
-    if name not in ("f32", "i32", "u32") or getattr(x, "dtype", "f32") in ("bool", "f16"):
+    if name not in ("f32", "i32", "u32") or getattr(x, "dtype", "f32") in (
+        "bool",
+        "f16",
+    ):
         raise DTypeError("bitcast is between f32, i32 and u32", where=E.user_location())
     return _elementwise(f"bitcast_{name}", x)
 
@@ -139,42 +155,89 @@ def _here() -> str:
 
 
 def _reduction(
-    monoid: str, x: Any, over: str | None, axis: Any, keepdims: bool, condition: Any, name: str
+    monoid: str,
+    x: Any,
+    over: str | None,
+    axis: Any,
+    keepdims: bool,
+    condition: Any,
+    name: str,
 ) -> Any:
     if isinstance(x, T.Value) or T.inside():
         if over is None:
-            raise ReductionError(f"sd.{name} inside an op names its axes", where=_here(), cure='write over="d"')
+            raise ReductionError(
+                f"sd.{name} inside an op names its axes",
+                where=_here(),
+                cure='write over="d"',
+            )
         return T.reduce(monoid, x, over, condition, f"{T.current().name}_{name}")
     arrays = [asarray(x)] + ([asarray(condition)] if condition is not None else [])
     return call(lambda a, c=None: A.reduce(monoid, a, axis, keepdims, c, name), *arrays)
 
 
-def sum(x: Any, over: str | None = None, *, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def sum(
+    x: Any,
+    over: str | None = None,
+    *,
+    axis: Any = None,
+    keepdims: bool = False,
+    where: Any = None,
+) -> Any:
     """Σ over axes; 0 over none."""
     return _reduction("sum", x, over, axis, keepdims, where, "sum")
 
 
-def prod(x: Any, over: str | None = None, *, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def prod(
+    x: Any,
+    over: str | None = None,
+    *,
+    axis: Any = None,
+    keepdims: bool = False,
+    where: Any = None,
+) -> Any:
     """∏ over axes; 1 over none."""
     return _reduction("prod", x, over, axis, keepdims, where, "prod")
 
 
-def max(x: Any, over: str | None = None, *, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
-    """Greatest element over axes; NaN where there is one; ties share the cotangent equally."""
+def max(
+    x: Any,
+    over: str | None = None,
+    *,
+    axis: Any = None,
+    keepdims: bool = False,
+    where: Any = None,
+) -> Any:
+    """Greatest element over axes; NaN where there is one; ties share the cotangent
+    equally.
+    """
     return _reduction("max", x, over, axis, keepdims, where, "max")
 
 
-def min(x: Any, over: str | None = None, *, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
-    """Least element over axes; NaN where there is one; ties share the cotangent equally."""
+def min(
+    x: Any,
+    over: str | None = None,
+    *,
+    axis: Any = None,
+    keepdims: bool = False,
+    where: Any = None,
+) -> Any:
+    """Least element over axes; NaN where there is one; ties share the cotangent
+    equally.
+    """
     return _reduction("min", x, over, axis, keepdims, where, "min")
 
 
-def _count(x: Any, over: str | None, axis: Any, condition: Any, keepdims: bool, name: str) -> Any:
-    """How many elements take part: a number that is known, or a sum over the condition."""
+def _count(
+    x: Any, over: str | None, axis: Any, condition: Any, keepdims: bool, name: str
+) -> Any:
+    """How many elements take part: a number that is known, or a sum over the condition.
+    """
     if condition is not None:
         if isinstance(x, T.Value):
             return sum(cast(condition, "f32"), over)
-        return sum(cast(condition, "f32") + 0.0 * cast(x, "f32"), axis=axis, keepdims=keepdims)
+        return sum(
+            cast(condition, "f32") + 0.0 * cast(x, "f32"), axis=axis, keepdims=keepdims
+        )
     if isinstance(x, T.Value) or T.inside():
         trace = T.current()
         value: Any = None
@@ -190,13 +253,27 @@ def _count(x: Any, over: str | None, axis: Any, condition: Any, keepdims: bool, 
     return float(count)
 
 
-def mean(x: Any, over: str | None = None, *, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def mean(
+    x: Any,
+    over: str | None = None,
+    *,
+    axis: Any = None,
+    keepdims: bool = False,
+    where: Any = None,
+) -> Any:
     """Σ x / n over axes; n counts the elements that take part."""
     total = _reduction("sum", x, over, axis, keepdims, where, "mean")
     return total / _count(x, over, axis, where, keepdims, "mean")
 
 
-def var(x: Any, over: str | None = None, *, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def var(
+    x: Any,
+    over: str | None = None,
+    *,
+    axis: Any = None,
+    keepdims: bool = False,
+    where: Any = None,
+) -> Any:
     """Population variance, in two passes: mean((x - mean(x))²)"""
     centre = mean(x, over, axis=axis, keepdims=True, where=where)
     d = x - centre
@@ -204,7 +281,12 @@ def var(x: Any, over: str | None = None, *, axis: Any = None, keepdims: bool = F
 
 
 def logsumexp(
-    x: Any, over: str | None = None, *, axis: Any = None, keepdims: bool = False, where: Any = None
+    x: Any,
+    over: str | None = None,
+    *,
+    axis: Any = None,
+    keepdims: bool = False,
+    where: Any = None,
 ) -> Any:
     """log Σ eˣ, shifted by the maximum; -inf where nothing takes part."""
     m = max(x, over, axis=axis, keepdims=True, where=where)
@@ -214,12 +296,17 @@ def logsumexp(
     result = log(s) + m
     if isinstance(result, Array) and not keepdims:
         gone = A._axes(axis, len(x.shape))
-        result = result.reshape(tuple(n for a, n in enumerate(result.shape) if a not in gone))
+        result = result.reshape(
+            tuple(n for a, n in enumerate(result.shape) if a not in gone)
+        )
     return result
 
 
-def softmax(x: Any, over: str | None = None, *, axis: Any = -1, where: Any = None) -> Any:
-    """eˣ / Σ eˣ, shifted by the maximum. A row of which nothing takes part gives zeros."""
+def softmax(
+    x: Any, over: str | None = None, *, axis: Any = -1, where: Any = None
+) -> Any:
+    """eˣ / Σ eˣ, shifted by the maximum. A row of which nothing takes part gives zeros.
+    """
     axis = None if over is not None else axis
     m = max(x, over, axis=axis, keepdims=True, where=where)
     m = stop_gradient(_select(isinf(m), 0.0, m))
@@ -235,12 +322,26 @@ def _select(c: Any, a: Any, b: Any) -> Any:
     return _elementwise("where", c, a, b)
 
 
-def any(x: Any, over: str | None = None, *, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def any(
+    x: Any,
+    over: str | None = None,
+    *,
+    axis: Any = None,
+    keepdims: bool = False,
+    where: Any = None,
+) -> Any:
     """Whether any element is nonzero; False over none."""
     return sum(_as_count(x), over, axis=axis, keepdims=keepdims, where=where) > 0
 
 
-def all(x: Any, over: str | None = None, *, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def all(
+    x: Any,
+    over: str | None = None,
+    *,
+    axis: Any = None,
+    keepdims: bool = False,
+    where: Any = None,
+) -> Any:
     """Whether all elements are nonzero; True over none."""
     zeros = 1 - _as_count(x)
     return sum(zeros, over, axis=axis, keepdims=keepdims, where=where) == 0
@@ -250,12 +351,16 @@ def _as_count(x: Any) -> Any:
     return cast(x if getattr(x, "dtype", None) == "bool" else (x != 0), "i32")
 
 
-def argmax(x: Any, over: str | None = None, *, axis: Any = None, keepdims: bool = False) -> Any:
+def argmax(
+    x: Any, over: str | None = None, *, axis: Any = None, keepdims: bool = False
+) -> Any:
     """Index of the first greatest element, i32; of the first NaN where there is one."""
     return _arg("max", x, over, axis, keepdims)
 
 
-def argmin(x: Any, over: str | None = None, *, axis: Any = None, keepdims: bool = False) -> Any:
+def argmin(
+    x: Any, over: str | None = None, *, axis: Any = None, keepdims: bool = False
+) -> Any:
     """Index of the first least element, i32; of the first NaN where there is one."""
     return _arg("min", x, over, axis, keepdims)
 
@@ -265,12 +370,22 @@ def _arg(monoid: str, x: Any, over: str | None, axis: Any, keepdims: bool) -> An
         trace = T.current()
         axes = trace.axes(over or "")
         if len(axes) != 1:
-            raise ReductionError(f"arg{monoid} is over one axis, not {over!r}", where=_here())
+            raise ReductionError(
+                f"arg{monoid} is over one axis, not {over!r}", where=_here()
+            )
         if trace.extents[axes[0]] == 0:
             raise ReductionError(f"arg{monoid} over {over!r} of size 0", where=_here())
         kept = [a for a in range(len(trace.extents)) if a != axes[0]]
         return T.Value(
-            A.first_hit(monoid, x.expr, kept, axes[0], trace.extents, f"{trace.name}_arg{monoid}"), trace
+            A.first_hit(
+                monoid,
+                x.expr,
+                kept,
+                axes[0],
+                trace.extents,
+                f"{trace.name}_arg{monoid}",
+            ),
+            trace,
         )
     return call(lambda a: A.arg_extreme(monoid, a, axis, keepdims), asarray(x))
 
@@ -283,7 +398,9 @@ def cumsum(x: Any, over: str | None = None, *, axis: int = -1) -> Any:
         trace.extents.append(trace.extents[a])
         j = len(trace.extents) - 1
         body = E.substitute(x.expr, {a: E.index(j)})
-        return T.Value(A.running_sum(body, a, j, trace.extents, f"{trace.name}_cumsum"), trace)
+        return T.Value(
+            A.running_sum(body, a, j, trace.extents, f"{trace.name}_cumsum"), trace
+        )
     return call(lambda s: A.cumsum(s, axis), asarray(x))
 
 
@@ -291,19 +408,28 @@ def cumsum(x: Any, over: str | None = None, *, axis: int = -1) -> Any:
 
 
 def array(x: Any, dtype: Any = None) -> Array:
-    """An array from NumPy, from nested lists, or from anything with ``__array__`` or ``__dlpack__``."""
+    """An array from NumPy, from nested lists, or from anything with ``__array__`` or
+    ``__dlpack__``.
+    """
     return asarray(x, dtype)
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
-    return (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(n) for n in shape)
+    return (
+        (int(shape),)
+        if isinstance(shape, (int, np.integer))
+        else tuple(int(n) for n in shape)
+    )
 
 
 def full(shape: Any, value: Any, dtype: Any = None) -> Array:
     """An array of one value."""
     if isinstance(value, Array):
         name = dtype_name(dtype) if dtype is not None else value.dtype
-        return call(lambda v: A.broadcast_to(A.reshape(A.cast(v, name), ()), _shape(shape)), value)
+        return call(
+            lambda v: A.broadcast_to(A.reshape(A.cast(v, name), ()), _shape(shape)),
+            value,
+        )
     name = dtype_name(dtype) if dtype is not None else asarray(value).dtype
     return asarray(np.full(_shape(shape), value), name)
 
@@ -331,7 +457,11 @@ def ones_like(x: Any) -> Array:
 def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> Array:
     """Evenly spaced numbers, as in NumPy."""
     values = np.arange(start) if stop is None else np.arange(start, stop, step)
-    name = dtype_name(dtype) if dtype is not None else ("f32" if values.dtype.kind == "f" else "i32")
+    name = (
+        dtype_name(dtype)
+        if dtype is not None
+        else ("f32" if values.dtype.kind == "f" else "i32")
+    )
     return asarray(values, name)
 
 
@@ -366,7 +496,9 @@ def stack(xs: Sequence[Any], axis: int = 0) -> Array:
 
 
 def pad(x: Any, widths: Any, value: float = 0.0) -> Array:
-    """Elements of one value before and after: ``widths`` is a pair for each axis, or one pair, or one number."""
+    """Elements of one value before and after: ``widths`` is a pair for each axis, or
+    one pair, or one number.
+    """
     a = asarray(x)
     if isinstance(widths, int):
         widths = [(widths, widths)] * a.ndim
@@ -385,7 +517,8 @@ def take(x: Any, ids: Any) -> Array:
 def update_slice(base: Any, new: Any, *, axis: int, start: Any) -> Array:
     """``base`` with ``new`` from position ``start`` on along an axis.
 
-    In place when ``base`` was donated or is not used again. ``start`` is a number or an array without dimensions.
+    In place when ``base`` was donated or is not used again. ``start`` is a number or an
+    array without dimensions.
 
     Raises:
         IndexRangeError: a start known on the host, beyond what fits.

@@ -1,6 +1,8 @@
-"""Random numbers that are a function of (key, position): Threefry-2x32 with 20 rounds, the same on every device.
+"""Random numbers that are a function of (key, position): Threefry-2x32 with 20 rounds,
+the same on every device.
 
-A key is an array of two u32. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+A key is an array of two u32. Source: Salmon et al., "Parallel random numbers: as easy
+as 1, 2, 3" (2011).
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ def threefry(k0: Expr, k1: Expr, x0: Expr, x1: Expr) -> tuple[Expr, Expr]:
 def _flat(shape: tuple[int, ...]) -> Expr:
     position: Expr = E.const(0, "u32")
     for a, n in enumerate(shape):
-        position = _add(E.apply("mul", position, E.cast(E.size(n), "u32")), E.cast(E.index(a), "u32"))
+        position = _add(
+            E.apply("mul", position, E.cast(E.size(n), "u32")),
+            E.cast(E.index(a), "u32"),
+        )
     return position
 
 
@@ -60,16 +65,24 @@ def _bits(k: Stage, shape: tuple[int, ...], name: str) -> tuple[Expr, Expr]:
 def _check(k: Any, shape: Any) -> tuple[Array, tuple[int, ...]]:
     a = asarray(k)
     if a.dtype != "u32":
-        raise DTypeError(f"a random key is u32, not {a.dtype}", where=E.user_location(), cure="use sd.random.key(seed)")
+        raise DTypeError(
+            f"a random key is u32, not {a.dtype}",
+            where=E.user_location(),
+            cure="use sd.random.key(seed)",
+        )
     if a.shape != (2,):
-        raise ShapeError(f"a random key has shape (2,), not {a.shape}", where=E.user_location())
+        raise ShapeError(
+            f"a random key has shape (2,), not {a.shape}", where=E.user_location()
+        )
     return a, (shape,) if isinstance(shape, int) else tuple(shape)
 
 
 def bits(k: Any, shape: Any) -> Array:
     """Uniform u32 bits."""
     a, n = _check(k, shape)
-    return call(lambda s: map_stage(n, _bits(s, n, "bits")[0], "random_bits", dtype="u32"), a)
+    return call(
+        lambda s: map_stage(n, _bits(s, n, "bits")[0], "random_bits", dtype="u32"), a
+    )
 
 
 def split(k: Any, num: int = 2) -> Array:
@@ -79,7 +92,12 @@ def split(k: Any, num: int = 2) -> Array:
     def build(s: Stage) -> Stage:
         k0, k1 = (E.load(s, [E.const(j)]) for j in (0, 1))
         x0, x1 = threefry(k0, k1, E.cast(E.index(0), "u32"), E.const(1, "u32"))
-        return map_stage([num, 2], E.where(E.apply("eq", E.index(1), 0), x0, x1), "random_split", dtype="u32")
+        return map_stage(
+            [num, 2],
+            E.where(E.apply("eq", E.index(1), 0), x0, x1),
+            "random_split",
+            dtype="u32",
+        )
 
     return call(build, a)
 
@@ -108,6 +126,11 @@ def normal(k: Any, shape: Any) -> Array:
         b0, b1 = _bits(s, n, "normal")
         u = 1.0 - _unit(b0)  # in (0, 1]
         r = E.apply("sqrt", -2.0 * E.apply("log", u))
-        return map_stage(n, r * E.apply("cos", (2 * math.pi) * _unit(b1)), "random_normal", dtype="f32")
+        return map_stage(
+            n,
+            r * E.apply("cos", (2 * math.pi) * _unit(b1)),
+            "random_normal",
+            dtype="f32",
+        )
 
     return call(build, a)

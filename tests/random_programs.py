@@ -59,7 +59,19 @@ def step(rng: np.random.Generator, pool: list[Any]) -> Any:
     )  # fmt: skip
     axis = int(rng.integers(0, x.ndim)) if x.ndim else 0
     if kind == "unary":
-        f = rng.choice(["sin", "tanh", "sigmoid", "silu", "square", "exp", "abs", "softplus", "neg"])
+        f = rng.choice(
+            [
+                "sin",
+                "tanh",
+                "sigmoid",
+                "silu",
+                "square",
+                "exp",
+                "abs",
+                "softplus",
+                "neg",
+            ]
+        )
         if f == "square":
             return x * x
         if f == "neg":
@@ -68,7 +80,13 @@ def step(rng: np.random.Generator, pool: list[Any]) -> Any:
     if kind == "binary":
         y = pick(rng, pool)
         f = int(rng.integers(0, 5))
-        return [lambda: x + y, lambda: x * y, lambda: x - y, lambda: x / (y * y + 1.0), lambda: sd.maximum(x, y)][f]()
+        return [
+            lambda: x + y,
+            lambda: x * y,
+            lambda: x - y,
+            lambda: x / (y * y + 1.0),
+            lambda: sd.maximum(x, y),
+        ][f]()
     if kind == "reduce" and x.ndim:
         f = rng.choice(["sum", "mean", "max", "min", "logsumexp", "var"])
         axes: Any = axis if rng.random() < 0.7 else None
@@ -85,7 +103,11 @@ def step(rng: np.random.Generator, pool: list[Any]) -> Any:
             y = y.transpose(*range(y.ndim - 2), y.ndim - 1, y.ndim - 2)
         if x.shape[-1] == (y.shape[-2] if y.ndim > 1 else y.shape[0]):
             return (x @ y) * 0.3
-        return x @ x.transpose(*range(x.ndim - 2), x.ndim - 1, x.ndim - 2) * 0.2 if x.ndim > 1 else None
+        return (
+            x @ x.transpose(*range(x.ndim - 2), x.ndim - 1, x.ndim - 2) * 0.2
+            if x.ndim > 1
+            else None
+        )
     if kind == "outer" and x.ndim == 1:
         y = pick(rng, pool)
         return x.reshape(-1, 1) * y if y.ndim == 1 else None
@@ -95,7 +117,13 @@ def step(rng: np.random.Generator, pool: list[Any]) -> Any:
         return x.reshape(-1) if rng.random() < 0.5 else x.reshape(*x.shape[:axis], -1)
     if kind == "slice" and x.ndim and x.shape[axis] > 1:
         n = x.shape[axis]
-        cut = [slice(1, None), slice(None, -1), slice(None, None, 2), slice(None, None, -1), slice(n // 2, n)]
+        cut = [
+            slice(1, None),
+            slice(None, -1),
+            slice(None, None, 2),
+            slice(None, None, -1),
+            slice(n // 2, n),
+        ]
         return x[(slice(None),) * axis + (cut[int(rng.integers(0, 5))],)]
     if kind == "where":
         y = pick(rng, pool)
@@ -106,9 +134,14 @@ def step(rng: np.random.Generator, pool: list[Any]) -> Any:
     if kind == "cumsum" and x.ndim:
         return sd.cumsum(x, axis=axis) * 0.2
     if kind == "concat" and x.ndim:
-        return sd.concatenate([x, sd.sin(x)] if rng.random() < 0.5 else [x, x * 2.0, x], axis=axis)
+        return sd.concatenate(
+            [x, sd.sin(x)] if rng.random() < 0.5 else [x, x * 2.0, x], axis=axis
+        )
     if kind == "pad" and x.ndim:
-        return sd.pad(x, [(int(rng.integers(0, 3)), int(rng.integers(0, 3))) for _ in range(x.ndim)])
+        return sd.pad(
+            x,
+            [(int(rng.integers(0, 3)), int(rng.integers(0, 3))) for _ in range(x.ndim)],
+        )
     if kind == "arg" and x.ndim:
         return sd.cast(sd.argmax(x, axis=axis), "f32") * 0.01
     return None
@@ -128,13 +161,19 @@ def check(seed: int, tolerance: float = 2e-4) -> str | None:
     f, xs = program(seed)
     traced = function._Traced(f, tuple(xs), "random")
     given = dict(zip(traced.inputs, xs, strict=True))
-    captured = {s: np.asarray(s.source) for s in function.captured_inputs(traced.outs, traced.inputs)}
+    captured = {
+        s: np.asarray(s.source)
+        for s in function.captured_inputs(traced.outs, traced.inputs)
+    }
     want = interpret.evaluate(traced.outs, given | captured)
     got = sd.compile(f)(*xs)
     for k, (g, w) in enumerate(zip(got, want, strict=True)):
         if g.shape != w.shape or not error(g, w) < tolerance:
             return f"seed {seed}: output {k} of shape {w.shape} is off by {error(g, w):.2e}"
-    weights = [np.random.default_rng(seed + k).standard_normal(w.shape) for k, w in enumerate(want)]
+    weights = [
+        np.random.default_rng(seed + k).standard_normal(w.shape)
+        for k, w in enumerate(want)
+    ]
 
     def loss(*arrays: Any) -> Any:
         total = 0.0
@@ -152,9 +191,16 @@ def check(seed: int, tolerance: float = 2e-4) -> str | None:
             ends = []
             for sign in (1, -1):
                 moved = dict(given)
-                moved[traced.inputs[k]] = xs[k].astype(np.float64) + sign * h * direction
+                moved[traced.inputs[k]] = (
+                    xs[k].astype(np.float64) + sign * h * direction
+                )
                 values = interpret.evaluate(traced.outs, moved | captured)
-                ends.append(sum(float((v * w).sum()) for v, w in zip(values, weights, strict=True)))
+                ends.append(
+                    sum(
+                        float((v * w).sum())
+                        for v, w in zip(values, weights, strict=True)
+                    )
+                )
             slope[h] = (ends[0] - ends[1]) / (2 * h)
         have = float((np.asarray(gradients[k], np.float64) * direction).sum())
         scale = max(1.0, float(np.abs(np.asarray(gradients[k])).sum()))

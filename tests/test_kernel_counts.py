@@ -17,7 +17,9 @@ def shape(*n: int) -> Any:
 
 
 def counts(f: Callable[..., Any], *args: Any) -> tuple[int, int]:
-    return len(sd.lower(f, *args).kernels), len(sd.lower(f, *args, backward=True).kernels)
+    return len(sd.lower(f, *args).kernels), len(
+        sd.lower(f, *args, backward=True).kernels
+    )
 
 
 @sd.op("... d, ... d -> ... d")
@@ -51,7 +53,9 @@ def test_norms(device, n):
 
 def test_loss(device):
     labels = sd.spec("i32", 128)
-    assert counts(lambda x, y: ops.cross_entropy_rows(x, y), shape(128, 1000), labels) == (1, 1)
+    assert counts(
+        lambda x, y: ops.cross_entropy_rows(x, y), shape(128, 1000), labels
+    ) == (1, 1)
 
 
 def test_product_with_an_epilogue(device):
@@ -62,7 +66,13 @@ def test_product_with_an_epilogue(device):
 def test_optimiser_of_a_whole_model(device):
     """AdamW of every parameter: arenas, one kernel for each kind of update."""
     config = sd.nn.TransformerConfig(
-        vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, ffn_size=48
+        vocab_size=64,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        ffn_size=48,
     )
     model = sd.nn.Transformer.init(config, seed=0)
     optimiser = sd.optim.AdamW(lr=1e-3)
@@ -78,7 +88,13 @@ def test_optimiser_of_a_whole_model(device):
 
 def test_a_training_step_repeats_at_no_cost(device):
     config = sd.nn.TransformerConfig(
-        vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, ffn_size=48
+        vocab_size=64,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        ffn_size=48,
     )
     model = sd.nn.Transformer.init(config, seed=0)
     optimiser = sd.optim.AdamW(lr=1e-3, max_grad_norm=1.0)

@@ -1,7 +1,9 @@
-"""Linear addresses of loads and stores: sums of axis · coefficient, with a name for each coefficient.
+"""Linear addresses of loads and stores: sums of axis · coefficient, with a name for
+each coefficient.
 
-A coefficient is a runtime parameter of the kernel. Its key says what it *is* (the product of some axes' extents), never its value,
-so that equal kernels of different sizes are one text.
+A coefficient is a runtime parameter of the kernel. Its key says what it *is* (the
+product of some axes' extents), never its value, so that equal kernels of different
+sizes are one text.
 """
 
 from __future__ import annotations
@@ -36,7 +38,14 @@ class Address:
 
     def coefficient(self, axis: int) -> int:
         """The factor of an axis, 0 if absent."""
-        return next((t.coefficient for t in self.terms if t.what == axis and isinstance(t.what, int)), 0)
+        return next(
+            (
+                t.coefficient
+                for t in self.terms
+                if t.what == axis and isinstance(t.what, int)
+            ),
+            0,
+        )
 
     def axes(self) -> dict[int, int]:
         """Coefficients of plain axes."""
@@ -62,17 +71,23 @@ def clamped(i: Expr, n: int, space: Sequence[int]) -> Expr:
 def load_address(node: Expr, space: Sequence[int]) -> Address:
     """Where a load reads."""
     stage: Stage = node.data
-    indices = [clamped(i, n, space) for i, n in zip(node.args, stage.shape, strict=True)]
+    indices = [
+        clamped(i, n, space) for i, n in zip(node.args, stage.shape, strict=True)
+    ]
     return linear(stage.shape, indices, space)
 
 
-def linear(shape: Sequence[int], indices: Sequence[Expr], space: Sequence[int]) -> Address:
+def linear(
+    shape: Sequence[int], indices: Sequence[Expr], space: Sequence[int]
+) -> Address:
     """Row-major offset of an index tuple."""
     coefficients: dict[int, tuple[int, Key]] = {}
     rest: dict[Expr, tuple[int, Key]] = {}
     const = 0
     stride = 1
-    inner: tuple[int, ...] | None = ()  # axes whose extents multiply to the stride; None when unknown
+    inner: (
+        tuple[int, ...] | None
+    ) = ()  # axes whose extents multiply to the stride; None when unknown
     for k in reversed(range(len(shape))):
         form = affine(indices[k])
         d = digits(indices[k], space) if not form.rest else None
@@ -86,13 +101,21 @@ def linear(shape: Sequence[int], indices: Sequence[Expr], space: Sequence[int]) 
                 key = ("axes", tuple(sorted(below + inner)))
             _add(coefficients, a, c * stride, key)
         for c, n in form.rest:
-            key = ("axes", tuple(sorted(inner))) if c == 1 and inner is not None else ("v", c * stride)
+            key = (
+                ("axes", tuple(sorted(inner)))
+                if c == 1 and inner is not None
+                else ("v", c * stride)
+            )
             _add(rest, n, c * stride, key)
         covered = 1
         for a in order:
             covered *= space[a]
         if shape[k] != 1:
-            inner = inner + tuple(order) if inner is not None and whole and covered == shape[k] else None
+            inner = (
+                inner + tuple(order)
+                if inner is not None and whole and covered == shape[k]
+                else None
+            )
         stride *= shape[k]
     terms = [Term(c, key, a) for a, (c, key) in sorted(coefficients.items()) if c]
     terms += [Term(c, key, n) for n, (c, key) in rest.items() if c]
@@ -107,11 +130,16 @@ def _add(table: dict[Any, tuple[int, Key]], what: Any, c: int, key: Key) -> None
 
 
 def collapse(
-    axes: Sequence[int], space: Sequence[int], addresses: Sequence[Mapping[int, int]], blocked: int
+    axes: Sequence[int],
+    space: Sequence[int],
+    addresses: Sequence[Mapping[int, int]],
+    blocked: int,
 ) -> list[list[int]]:
-    """Merge neighbouring axes that every address walks as one; fewer axes need fewer divisions.
+    """Merge neighbouring axes that every address walks as one; fewer axes need fewer
+    divisions.
 
-    Axes in the mask ``blocked`` are used by themselves (as a value, or inside an index) and stay apart.
+    Axes in the mask ``blocked`` are used by themselves (as a value, or inside an index)
+    and stay apart.
     """
     out: list[list[int]] = []
     for a in axes:
@@ -125,7 +153,8 @@ def collapse(
 
 
 def used_alone(roots: Sequence[Expr], addresses: Mapping[Expr, Address]) -> int:
-    """Axes whose index is used as a value, or inside an address by more than a factor."""
+    """Axes whose index is used as a value, or inside an address by more than a factor.
+    """
     mask = 0
     seen: set[Expr] = set()
     stack = list(roots)
@@ -138,7 +167,9 @@ def used_alone(roots: Sequence[Expr], addresses: Mapping[Expr, Address]) -> int:
             mask |= n.free
         elif n.kind == "load":
             if n in addresses:
-                stack += [t.what for t in addresses[n].terms if isinstance(t.what, Expr)]
+                stack += [
+                    t.what for t in addresses[n].terms if isinstance(t.what, Expr)
+                ]
         else:
             stack += n.args
     return mask

@@ -1,4 +1,6 @@
-"""Column: sums over leading axes. Each thread owns outputs and walks a share of the rows; a second stage adds the shares in order."""
+"""Column: sums over leading axes. Each thread owns outputs and walks a share of the
+rows; a second stage adds the shares in order.
+"""
 
 from __future__ import annotations
 
@@ -49,19 +51,30 @@ def column_kernels(g: Group, target: Target) -> list[Kernel]:
         dtype = m.body.dtype
         wide = vector is not None
         accs[m] = f"acc{k}_"
-        w.line(f"var acc{k}_: {wgsl_type(dtype, wide)} = {identity(w, m.stage.monoid or 'sum', dtype, wide)};", 1)
+        w.line(
+            f"var acc{k}_: {wgsl_type(dtype, wide)} = {identity(w, m.stage.monoid or 'sum', dtype, wide)};",
+            1,
+        )
     w.open()
     decode(w, "row", layout.loops[0], 2)
     for m in g.members:
         body = bodies[m]
         v = w.splat(body) if vector is not None else w.value(body)
-        w.line(f"{accs[m]} = {combine(m.stage.monoid or 'sum', accs[m], v, body.dtype, vector is not None)};")
+        w.line(
+            f"{accs[m]} = {combine(m.stage.monoid or 'sum', accs[m], v, body.dtype, vector is not None)};"
+        )
     inner = w.close()
     rows_param = w.param(("rows",), count, stem="rows")
     per_param = w.param(("per",), per, stem="per")
-    w.line(f"for (var row = share * {per_param}; row < min((share + 1u) * {per_param}, {rows_param}); row++) {{", 1)
+    w.line(
+        f"for (var row = share * {per_param}; row < min((share + 1u) * {per_param}, {rows_param}); row++) {{",
+        1,
+    )
     w.blocks[1] += [*indent(inner), "}"]
-    partials = {m: Scratch(f"{m.stage.name}_partial", m.body.dtype, shares * n) for m in g.members}
+    partials = {
+        m: Scratch(f"{m.stage.name}_partial", m.body.dtype, shares * n)
+        for m in g.members
+    }
     for m in g.members:
         w.line(w.write(partials[m], "at", accs[m], vector is not None), 1)
     body_lines = w.close()
@@ -73,7 +86,9 @@ def column_kernels(g: Group, target: Target) -> list[Kernel]:
 
 
 def _shares(rows: int, threads: int, target: Target) -> int:
-    """Into how many parts the rows are cut: enough threads to fill the device, and no loop beyond its budget."""
+    """Into how many parts the rows are cut: enough threads to fill the device, and no
+    loop beyond its budget.
+    """
     wanted = 512 if target.family == "software" else 1 << 18
     shares = max(1, min(rows, -(-wanted // max(threads, 1)), 256))
     while -(-rows // shares) > target.loop_budget // 2:
@@ -84,7 +99,8 @@ def _shares(rows: int, threads: int, target: Target) -> int:
 def finish_kernel(m: Member, partial: Scratch, shares: int, target: Target) -> Kernel:
     """Second stage: combine the shares of each output, in a fixed order.
 
-    Lanes take every ``parts``-th share of an output; a tree in workgroup memory joins them.
+    Lanes take every ``parts``-th share of an output; a tree in workgroup memory joins
+    them.
     """
     stage = m.stage
     monoid, dtype = stage.monoid or "sum", m.body.dtype
@@ -112,7 +128,9 @@ def finish_kernel(m: Member, partial: Scratch, shares: int, target: Target) -> K
         half = parts // 2
         while half:
             other = f"joined[lane + {half * outputs}u]"
-            w.line(f"if (part < {half}u) {{ joined[lane] = {combine(monoid, 'joined[lane]', other, dtype)}; }}")
+            w.line(
+                f"if (part < {half}u) {{ joined[lane] = {combine(monoid, 'joined[lane]', other, dtype)}; }}"
+            )
             w.line("workgroupBarrier();")
             half //= 2
         w.line("acc = joined[lane];")
@@ -122,7 +140,9 @@ def finish_kernel(m: Member, partial: Scratch, shares: int, target: Target) -> K
     return Kernel(
         name=f"finish_{stage.name}",
         archetype="column",
-        wgsl=w.text([f"second stage of {stage.name}"], (size, 1, 1), BUILTINS, w.blocks[0]),
+        wgsl=w.text(
+            [f"second stage of {stage.name}"], (size, 1, 1), BUILTINS, w.blocks[0]
+        ),
         workgroup_size=(size, 1, 1),
         workgroups=fold(-(-n // outputs), target),
         bindings=w.bindings(),

@@ -1,4 +1,6 @@
-"""Map: an elementwise kernel of any number of outputs. A thread computes one vec4 (or one element) of each."""
+"""Map: an elementwise kernel of any number of outputs. A thread computes one vec4 (or
+one element) of each.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,17 @@ import math
 
 from .partition import Group
 from .program import Kernel
-from .schedule import decode, finish, fold, kernel_bodies, kernel_name, lay_out, make_writer, vector_axis, visible
+from .schedule import (
+    decode,
+    finish,
+    fold,
+    kernel_bodies,
+    kernel_name,
+    lay_out,
+    make_writer,
+    vector_axis,
+    visible,
+)
 from .target import Target
 from .writer import WIDTH, contiguous
 
@@ -21,18 +33,39 @@ def map_kernels(g: Group, target: Target) -> list[Kernel]:
     size = 64 if target.family == "software" else 256
     w = make_writer(g, layout, target, vector)
     for m in g.stored:
-        if vector is not None and not contiguous(visible(layout, layout.stores[m]), vector):
+        if vector is not None and not contiguous(
+            visible(layout, layout.stores[m]), vector
+        ):
             w.plain.add(g.target(m)[0])
     w.line(f"let at = (group.y * groups.x + group.x) * {size}u + lane;")
     w.open()
     w.base = 1
     decode(w, "at", loop, 1, vector)
     # All of them before the first store, which may overwrite what another one reads.
-    values = [w.splat(bodies[m]) if vector is not None else w.value(bodies[m]) for m in g.stored]
+    values = [
+        w.splat(bodies[m]) if vector is not None else w.value(bodies[m])
+        for m in g.stored
+    ]
     for m, value in zip(g.stored, values, strict=True):
-        w.store(g.target(m)[0], visible(layout, layout.stores[m]), value, bodies[m].dtype, vector is not None)
+        w.store(
+            g.target(m)[0],
+            visible(layout, layout.stores[m]),
+            value,
+            bodies[m].dtype,
+            vector is not None,
+        )
     inner = w.close()
     count = w.param(("threads",), threads, stem="threads")
     lines = [*w.blocks[0], f"if (at >= {count}) {{ return; }}", *inner]
-    return [finish(g, w, layout, lines, kernel_name(g), "map", size, fold(-(-threads // size), target))]
-
+    return [
+        finish(
+            g,
+            w,
+            layout,
+            lines,
+            kernel_name(g),
+            "map",
+            size,
+            fold(-(-threads // size), target),
+        )
+    ]

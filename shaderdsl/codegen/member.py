@@ -1,4 +1,6 @@
-"""Members: the stages that kernels are made of, with maps inlined, and what kind of work each is."""
+"""Members: the stages that kernels are made of, with maps inlined, and what kind of
+work each is.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from .scan_form import scan_parts
 class Member:
     """A stage that a kernel computes.
 
-    ``body`` loads only inputs and other members. ``out`` and ``red`` are the stage's own axes of extent other than 1;
-    ``role`` is ``map``, ``row``, ``column``, ``contract``, ``scatter`` or ``scan``.
+    ``body`` loads only inputs and other members. ``out`` and ``red`` are the stage's
+    own axes of extent other than 1; ``role`` is ``map``, ``row``, ``column``,
+    ``contract``, ``scatter`` or ``scan``.
     """
 
     stage: Stage
@@ -62,7 +65,8 @@ def classify(stage: Stage, body: Expr) -> str:
             return "scatter"
     if not stage.ext or all(n == 1 for n in stage.ext):
         return "row"
-    # Which axis has stride 1 in memory: a reduced one makes a row, an output one makes a column.
+    # Which axis has stride 1 in memory: a reduced one makes a row, an output one makes
+    # a column.
     weight = {True: 0, False: 0}
     no = len(stage.ext)
     for n in E.loads(body):
@@ -79,7 +83,9 @@ def classify(stage: Stage, body: Expr) -> str:
 
 @dataclass
 class ContractParts:
-    """``number · Σ_k left(batch, m, k) · right(batch, n, k)``; axes are the stage's own."""
+    """``number · Σ_k left(batch, m, k) · right(batch, n, k)``; axes are the stage's
+    own.
+    """
 
     number: float
     left: Expr
@@ -91,7 +97,8 @@ class ContractParts:
 
 
 def contract_parts(stage: Stage, body: Expr) -> ContractParts | None:
-    """A sum of a product whose factors fall into two groups with different output axes."""
+    """A sum of a product whose factors fall into two groups with different output axes.
+    """
     if stage.monoid != "sum" or stage.dtype not in E.FLOATS:
         return None
     no = len(stage.ext)
@@ -104,7 +111,9 @@ def contract_parts(stage: Stage, body: Expr) -> ContractParts | None:
     batch = out_mask
     for f in big:
         batch &= f.free
-    groups: list[tuple[int, list[Expr]]] = []  # factors joined while their output axes meet
+    groups: list[
+        tuple[int, list[Expr]]
+    ] = []  # factors joined while their output axes meet
     for f in big:
         mask = f.free & out_mask & ~batch
         members = [f]
@@ -122,7 +131,9 @@ def contract_parts(stage: Stage, body: Expr) -> ContractParts | None:
     for mask, members in sided[1:]:
         right_mask |= mask
         right = right + members
-    shared = [f for f in fs if not f.free & out_mask] + [f for mask, ms in groups if not mask for f in ms]
+    shared = [f for f in fs if not f.free & out_mask] + [
+        f for mask, ms in groups if not mask for f in ms
+    ]
     left_guards, right_guards = [], []
     for c in guards:
         mask = c.free & out_mask & ~batch
@@ -143,12 +154,15 @@ def contract_parts(stage: Stage, body: Expr) -> ContractParts | None:
     )
 
 
-# ------------------------------------------------------------------ the adjoint of a gather
+# ------------------------------------------------------------------ the adjoint of a
+# gather
 
 
 @dataclass
 class ScatterParts:
-    """``Σ_t where(v == ids(t), value, 0)``: ``axis`` is v, an output axis that only the equation mentions."""
+    """``Σ_t where(v == ids(t), value, 0)``: ``axis`` is v, an output axis that only the
+    equation mentions.
+    """
 
     axis: int
     ids: Expr
@@ -157,7 +171,9 @@ class ScatterParts:
 
 def scatter_parts(stage: Stage, body: Expr) -> ScatterParts | None:
     """A sum whose terms go where an index says."""
-    if stage.monoid != "sum" or not (body.kind == "apply" and body.data in ("where", "mul", "mulz", "neg", "div")):
+    if stage.monoid != "sum" or not (
+        body.kind == "apply" and body.data in ("where", "mul", "mulz", "neg", "div")
+    ):
         return None
     no = len(stage.ext)
     number, fs, guards = factors(body)
@@ -165,7 +181,11 @@ def scatter_parts(stage: Stage, body: Expr) -> ScatterParts | None:
         if c.kind != "apply" or c.data != "eq" or c.args[0].dtype not in E.INTS:
             continue
         for target, ids in (c.args, c.args[::-1]):
-            if target.kind != "index" or target.data >= no or ids.free >> target.data & 1:
+            if (
+                target.kind != "index"
+                or target.data >= no
+                or ids.free >> target.data & 1
+            ):
                 continue
             if not any(n.kind == "load" for n in E.topo(ids)):
                 continue
@@ -175,7 +195,9 @@ def scatter_parts(stage: Stage, body: Expr) -> ScatterParts | None:
                 continue
             if ids.free & ((1 << no) - 1):
                 continue  # places that differ along an output axis: not one order for all
-            value = E.guard(rest, product([*fs, *([E.const(number)] if number != 1.0 else [])]))
+            value = E.guard(
+                rest, product([*fs, *([E.const(number)] if number != 1.0 else [])])
+            )
             return ScatterParts(v, ids, E.cast(value, body.dtype))
     return None
 
@@ -184,14 +206,18 @@ def scatter_parts(stage: Stage, body: Expr) -> ScatterParts | None:
 
 
 def anchor_axes(node: Expr, space: Sequence[int]) -> list[int] | None:
-    """For each of the loaded stage's own axes (of extent other than 1), the reader's axis; None unless all are plain."""
+    """For each of the loaded stage's own axes (of extent other than 1), the reader's
+    axis; None unless all are plain.
+    """
     stage: Stage = node.data
     axis: dict[int, int] = {}
     for i, g in zip(node.args, stage.groups, strict=True):
         live = [a for a in g if stage.ext[a] != 1]
         if not live:
             continue
-        for a, d in zip(live, split(i, [stage.ext[a] for a in live], space), strict=True):
+        for a, d in zip(
+            live, split(i, [stage.ext[a] for a in live], space), strict=True
+        ):
             if d.kind != "index" or space[d.data] != stage.ext[a]:
                 return None
             axis[a] = d.data
@@ -201,7 +227,9 @@ def anchor_axes(node: Expr, space: Sequence[int]) -> list[int] | None:
 
 
 def digit_axes(node: Expr, space: Sequence[int]) -> list[int] | None:
-    """The reader's axes in the order in which a load walks memory, None unless all are plain digits."""
+    """The reader's axes in the order in which a load walks memory, None unless all are
+    plain digits.
+    """
     out: list[int] = []
     for i, n in zip(node.args, node.data.shape, strict=True):
         if n == 1:
@@ -238,7 +266,11 @@ class Inliner:
             hit = False
             for n in E.topo(current):
                 args = tuple(memo[x] for x in n.args)
-                if n.kind == "load" and n.data.kind == "map" and n.data not in self.anchors:
+                if (
+                    n.kind == "load"
+                    and n.data.kind == "map"
+                    and n.data not in self.anchors
+                ):
                     memo[n] = inline_load(n, args, space)
                     hit = True
                 else:

@@ -1,8 +1,10 @@
 """Where a kernel ends: by structure and cost, never by a list of op names.
 
-Anchors (outputs, reductions, stored maps) are placed in topological order into groups. A group has row axes R and lane axes L:
-a reduction L → R is a phase of a row, R → L is a column partial that a second stage finishes, everything else is a map. A
-consumer joins the kernel of its producer when it reads the producer's result where that kernel has it.
+Anchors (outputs, reductions, stored maps) are placed in topological order into groups.
+A group has row axes R and lane axes L: a reduction L → R is a phase of a row, R → L is
+a column partial that a second stage finishes, everything else is a map. A consumer
+joins the kernel of its producer when it reads the producer's result where that kernel
+has it.
 """
 
 from __future__ import annotations
@@ -14,11 +16,19 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.indexmap import Affine
 from ..ir.stage import Stage, map_stage, topo_stages
-from .member import Inliner, Member, anchor_axes, contract_parts, digit_axes, make_member
+from .member import (
+    Inliner,
+    Member,
+    anchor_axes,
+    contract_parts,
+    digit_axes,
+    make_member,
+)
 from .scan_form import scan_parts
 from .target import Target
 
-# Nodes in one inlined body; beyond, a map in the middle is stored, so that drivers compile in reasonable time.
+# Nodes in one inlined body; beyond, a map in the middle is stored, so that drivers
+# compile in reasonable time.
 _MAX_NODES = 600
 
 
@@ -26,8 +36,8 @@ _MAX_NODES = 600
 class Group:
     """A kernel under construction.
 
-    ``axes[m]`` gives the kernel axis for each of m's own axes (in the order of ``m.axes``); kernel axes are numbered rows
-    first, then lanes.
+    ``axes[m]`` gives the kernel axis for each of m's own axes (in the order of
+    ``m.axes``); kernel axes are numbered rows first, then lanes.
     """
 
     kind: str
@@ -40,9 +50,12 @@ class Group:
     anchors: frozenset[Stage] | set[Stage] = frozenset()
     bit: int = 0
     before: int = 0  # bits of the groups that must run earlier
-    # Where members are stored that have no memory of their own: the tensor and the indices there.
+    # Where members are stored that have no memory of their own: the tensor and the
+    # indices there.
     targets: dict[Stage, tuple[Stage, Sequence[Expr]]] = field(default_factory=dict)
-    stands_for: list[Group] | None = None  # groups of the graph that this one computes in their place
+    stands_for: list[Group] | None = (
+        None  # groups of the graph that this one computes in their place
+    )
 
     @property
     def space(self) -> tuple[int, ...]:
@@ -54,7 +67,9 @@ class Group:
         return {a: E.index(q) for a, q in zip(m.axes, self.axes[m], strict=True)}
 
     def own_load(self, m: Member) -> Expr:
-        """The load of a member at the kernel's axes: what readers inside the kernel say."""
+        """The load of a member at the kernel's axes: what readers inside the kernel
+        say.
+        """
         where = dict(zip(m.axes, self.axes[m], strict=True))
         idx = []
         for g in m.stage.groups:
@@ -68,7 +83,9 @@ class Group:
         return E.load(m.stage, idx)
 
     def target(self, m: Member) -> tuple[Stage, Sequence[Expr]]:
-        """Where a member is stored: a tensor, and the indices in it over the kernel's axes."""
+        """Where a member is stored: a tensor, and the indices in it over the kernel's
+        axes.
+        """
         return self.targets.get(m.stage) or (m.stage, self.own_load(m).args)
 
     def __repr__(self) -> str:
@@ -83,8 +100,13 @@ class Partition:
         self.limit = target.limits.max_storage_buffers
         self.outs = {o for o in outs if o.kind != "input" and o.size > 0}
         self.log: list[str] = []
-        # In the order of the outputs, so that equal graphs give equal kernels in every run.
-        order = [s for s in topo_stages(o for o in outs if o in self.outs) if s.kind != "input" and s.size > 0]
+        # In the order of the outputs, so that equal graphs give equal kernels in every
+        # run.
+        order = [
+            s
+            for s in topo_stages(o for o in outs if o in self.outs)
+            if s.kind != "input" and s.size > 0
+        ]
         self.anchors = self._choose_anchors(order)
         self.members = self._make_members(order)
         self.by_stage = {m.stage: m for m in self.members}
@@ -104,13 +126,16 @@ class Partition:
             g.stored = [
                 m
                 for m in g.members
-                if m.stage in self.outs or any(r not in inside for r in self.readers.get(m.stage, ()))
+                if m.stage in self.outs
+                or any(r not in inside for r in self.readers.get(m.stage, ()))
             ]
 
     # -------------------------------------------------------------- anchors
 
     def _choose_anchors(self, order: Sequence[Stage]) -> set[Stage]:
-        """Outputs, reductions, and maps that are cheaper to store than to compute again."""
+        """Outputs, reductions, and maps that are cheaper to store than to compute
+        again.
+        """
         anchors = self.outs | {s for s in order if s.kind == "reduce"}
         users: dict[Stage, set[Stage]] = {}
         for s in order:
@@ -126,7 +151,11 @@ class Partition:
         nodes: dict[Stage, int] = {}
         for s in order:
             loaded: set[Stage] = set()
-            count = sum(1 for n in E.values(s.body) if n.kind == "apply") if s.body is not None else 0
+            count = (
+                sum(1 for n in E.values(s.body) if n.kind == "apply")
+                if s.body is not None
+                else 0
+            )
             for t in {n.data for n in s.loads}:
                 inline = t.kind == "map" and t not in anchors
                 loaded |= sources[t] if inline else {t}
@@ -135,9 +164,13 @@ class Partition:
                 n = sum(1 for t in loaded if t.size >= s.size)
                 k = len(real_users[s])
                 if n >= 2 and k >= 2 and 1 + k < k * n:
-                    self._store(anchors, s, f"{k} readers would each load {n} arrays again")
+                    self._store(
+                        anchors, s, f"{k} readers would each load {n} arrays again"
+                    )
                 elif len(loaded) > self.limit - 2:
-                    self._store(anchors, s, f"inlined it would bind {len(loaded)} arrays")
+                    self._store(
+                        anchors, s, f"inlined it would bind {len(loaded)} arrays"
+                    )
                 elif count > _MAX_NODES:
                     self._store(anchors, s, f"inlined it would take {count} operations")
             if s in anchors:
@@ -151,11 +184,20 @@ class Partition:
         self.log.append(f"{s.name} {list(s.shape)} is stored: {why}")
 
     def _store_prologues(
-        self, order: Sequence[Stage], anchors: set[Stage], sources: dict[Stage, frozenset[Stage]]
+        self,
+        order: Sequence[Stage],
+        anchors: set[Stage],
+        sources: dict[Stage, frozenset[Stage]],
     ) -> None:
-        """What a contraction reads many times over is stored, if computing it takes more than one array."""
+        """What a contraction reads many times over is stored, if computing it takes
+        more than one array.
+        """
         for s in order:
-            if s.kind != "reduce" or s.body is None or contract_parts(s, s.body) is None:
+            if (
+                s.kind != "reduce"
+                or s.body is None
+                or contract_parts(s, s.body) is None
+            ):
                 continue
             for n in s.loads:
                 v: Stage = n.data
@@ -166,10 +208,14 @@ class Partition:
                     continue
                 large = {t for t in sources[v] if t.size * 4 >= v.size}
                 hosted = any(
-                    t.kind == "reduce" and (t.size >= v.size or sorted(t.space) == sorted(v.ext)) for t in sources[v]
+                    t.kind == "reduce"
+                    and (t.size >= v.size or sorted(t.space) == sorted(v.ext))
+                    for t in sources[v]
                 )
                 if len(large) > 1 or hosted:
-                    self._store(anchors, v, f"the contraction {s.name} reads it many times")
+                    self._store(
+                        anchors, v, f"the contraction {s.name} reads it many times"
+                    )
 
     def _make_members(self, order: Sequence[Stage]) -> list[Member]:
         inliner = Inliner(self.anchors)
@@ -185,7 +231,9 @@ class Partition:
         return members
 
     def _shorten(self, s: Stage, body: Expr, members: list[Member]) -> Expr:
-        """A body that loads more arrays than a kernel can bind: parts of it become stages of their own."""
+        """A body that loads more arrays than a kernel can bind: parts of it become
+        stages of their own.
+        """
         live = [a for a in range(len(s.space)) if s.space[a] != 1]
         while True:
             count: dict[Expr, frozenset[Stage]] = {}
@@ -196,7 +244,11 @@ class Partition:
                     found |= count[x]
                 count[n] = frozenset(found)
                 small = 2 <= len(found) < self.limit - 1
-                if n.kind == "apply" and small and (best is None or len(found) > len(count[best])):
+                if (
+                    n.kind == "apply"
+                    and small
+                    and (best is None or len(found) > len(count[best]))
+                ):
                     best = n
             if len(count[body]) <= self.limit - 1 or best is None:
                 return body
@@ -207,7 +259,9 @@ class Partition:
                 f"{s.name}_part",
                 loc=s.loc,
             )
-            self.log.append(f"part of {s.name} is stored: the whole binds {len(count[body])} arrays")
+            self.log.append(
+                f"part of {s.name} is stored: the whole binds {len(count[body])} arrays"
+            )
             self.anchors.add(part)
             if not any(m.stage is part for m in members):
                 assert part.body is not None
@@ -215,13 +269,20 @@ class Partition:
             replacement = E.load(part, [E.index(a) for a in axes])
             target = best
             body = E.rewrite(
-                body, lambda n, args: replacement if n is target else (E.rebuild(n, args) if n.args else n)
+                body,
+                lambda n, args: (
+                    replacement
+                    if n is target
+                    else (E.rebuild(n, args) if n.args else n)
+                ),
             )
 
     # -------------------------------------------------------------- placing
 
     def _place(self, m: Member) -> None:
-        producers = list(dict.fromkeys(self.group[n.data] for n in m.loads if n.data in self.group))
+        producers = list(
+            dict.fromkeys(self.group[n.data] for n in m.loads if n.data in self.group)
+        )
         for g in reversed(producers):
             axes = self._joins(m, g, producers)
             if axes is None:
@@ -246,7 +307,9 @@ class Partition:
             axes = list(range(len(ext)))
         elif m.role == "column":
             g = Group("row", tuple(ext[n_out:]), tuple(ext[:n_out]))
-            axes = [len(ext) - n_out + i for i in range(n_out)] + list(range(len(ext) - n_out))
+            axes = [len(ext) - n_out + i for i in range(n_out)] + list(
+                range(len(ext) - n_out)
+            )
         elif m.role == "scan":
             # Output axis and reduced axis are one line of the kernel, its last axis.
             parts = scan_parts(m.stage, m.body)
@@ -266,7 +329,9 @@ class Partition:
         """Whether b needs a."""
         return bool(b.before & a.bit)
 
-    def _joins(self, m: Member, g: Group, producers: Sequence[Group]) -> list[int] | None:
+    def _joins(
+        self, m: Member, g: Group, producers: Sequence[Group]
+    ) -> list[int] | None:
         """The kernel axes that m would have in its producer's group, or None."""
         if g.kind not in ("row", "contract", "map"):
             return None
@@ -289,10 +354,18 @@ class Partition:
             return None
         rows = len(g.rows)
         if g.kind == "contract":
-            if m.role != "map" or set(m.axes) != set(where) or set(where.values()) != set(range(rows)):
+            if (
+                m.role != "map"
+                or set(m.axes) != set(where)
+                or set(where.values()) != set(range(rows))
+            ):
                 return None
         elif g.kind == "map":
-            if m.role != "map" or set(m.axes) != set(where) or len(where) != len(g.space):
+            if (
+                m.role != "map"
+                or set(m.axes) != set(where)
+                or len(where) != len(g.space)
+            ):
                 return None
         else:
             if not set(range(rows)) <= set(where.values()):
@@ -306,7 +379,9 @@ class Partition:
             if not self._role_fits(m, where, g):
                 return None
         if not self._fits([*g.members, m]):
-            self.log.append(f"{m.stage.name} stays apart from its producer: more than {self.limit} bindings")
+            self.log.append(
+                f"{m.stage.name} stays apart from its producer: more than {self.limit} bindings"
+            )
             return None
         return [where[a] for a in m.axes]
 
@@ -319,9 +394,15 @@ class Partition:
         if red == lanes and out == set(range(rows)) and m.role in ("row", "column"):
             m.role = "row"
             return True
-        # The partial sums lie as the lanes do, so the lanes must be in the order of the result.
+        # The partial sums lie as the lanes do, so the lanes must be in the order of the
+        # result.
         in_order = [where[a] for a in m.out] == sorted(lanes)
-        return m.role == "column" and m.stage.monoid == "sum" and red == set(range(rows)) and in_order
+        return (
+            m.role == "column"
+            and m.stage.monoid == "sum"
+            and red == set(range(rows))
+            and in_order
+        )
 
     def _fits(self, members: Iterable[Member]) -> bool:
         inside = list(members)
@@ -330,7 +411,8 @@ class Partition:
         written = sum(
             1
             for m in inside
-            if m.stage in self.outs or any(r not in inside for r in self.readers.get(m.stage, ()))
+            if m.stage in self.outs
+            or any(r not in inside for r in self.readers.get(m.stage, ()))
         )
         return len(loaded) + written <= self.limit
 
@@ -339,12 +421,18 @@ class Partition:
         if m.role not in ("row", "column", "map"):
             return False
         for g in self.groups:
-            if g.kind != ("map" if m.role == "map" else "row") or len(g.space) != len(m.axes):
+            if g.kind != ("map" if m.role == "map" else "row") or len(g.space) != len(
+                m.axes
+            ):
                 continue
             if any(p is g or self._reaches(g, p) for p in producers):
                 continue
             axes = self._shared_axes(m, g)
-            if axes is None or not self._role_fits(m, axes, g) or not self._fits([*g.members, m]):
+            if (
+                axes is None
+                or not self._role_fits(m, axes, g)
+                or not self._fits([*g.members, m])
+            ):
                 continue
             self._add(g, m, [axes[a] for a in m.axes])
             g.why.append(f"{m.stage.name} reads the same arrays")
@@ -365,7 +453,9 @@ class Partition:
                         continue
                     place = dict(zip(other.axes, g.axes[other], strict=True))
                     axes = {a: place[b] for a, b in zip(own, theirs, strict=True)}
-                    if set(axes) == set(m.axes) and all(m.space[a] == g.space[q] for a, q in axes.items()):
+                    if set(axes) == set(m.axes) and all(
+                        m.space[a] == g.space[q] for a, q in axes.items()
+                    ):
                         return axes
         return None
 
@@ -385,7 +475,9 @@ class Partition:
                     h.before |= g.before
 
     def _unite(self, g: Group, h: Group, m: Member) -> None:
-        """Two row kernels that one consumer reads become one, if they walk the same rows and lanes."""
+        """Two row kernels that one consumer reads become one, if they walk the same
+        rows and lanes.
+        """
         if (g.rows, g.lanes) != (h.rows, h.lanes):
             return
         for a, b in ((g, h), (h, g)):
@@ -403,12 +495,18 @@ class Partition:
         for x in (*g.members, *h.members):
             for n in x.loads:
                 other = self.by_stage.get(n.data)
-                if other is None or (other not in g.axes and other not in h.axes) or (x in g.axes) == (other in g.axes):
+                if (
+                    other is None
+                    or (other not in g.axes and other not in h.axes)
+                    or (x in g.axes) == (other in g.axes)
+                ):
                     continue
                 axes = anchor_axes(n, x.space)
                 own = dict(zip(x.axes, (g if x in g.axes else h).axes[x], strict=True))
                 there = (g if other in g.axes else h).axes[other]
-                if axes is None or any(own[a] != q for a, q in zip(axes, there, strict=False)):
+                if axes is None or any(
+                    own[a] != q for a, q in zip(axes, there, strict=False)
+                ):
                     return
         for x in h.members:
             g.axes[x] = h.axes[x]

@@ -1,4 +1,5 @@
-"""Combining values: spellings of monoids, and the tree over the lanes of a workgroup."""
+"""Combining values: spellings of monoids, and the tree over the lanes of a workgroup.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Tree:
 
     Args:
         threads: invocations of the workgroup.
-        width: lanes of a segment, a power of two; ``position`` is the lane's place in it.
+        width: lanes of a segment, a power of two; ``position`` is the lane's place in
+            it.
     """
 
     def __init__(self, w: Writer, threads: int, width: int, position: str):
@@ -59,7 +61,9 @@ class Tree:
         if key not in self.arrays:
             name = f"tree_{dtype}_{slot}"
             self.arrays[key] = name
-            self.w.shared.append(f"var<workgroup> {name}: array<{dtype}, {self.threads}>;")
+            self.w.shared.append(
+                f"var<workgroup> {name}: array<{dtype}, {self.threads}>;"
+            )
         return self.arrays[key]
 
     def reduce(self, values: Sequence[tuple[str, str, str]], depth: int) -> list[str]:
@@ -70,7 +74,9 @@ class Tree:
         if self.subgroups:
             return self._by_subgroups(values, depth)
         if self.dirty:
-            w.line("workgroupBarrier();", depth)  # results of the phase before have been read
+            w.line(
+                "workgroupBarrier();", depth
+            )  # results of the phase before have been read
         slots: dict[str, int] = {}
         names = []
         for _, dtype, v in values:
@@ -91,10 +97,14 @@ class Tree:
         first = "0u" if self.width == self.threads else f"lane - {self.position}"
         return [w.let(f"{name}[{first}]", depth, "r") for name in names]
 
-    def _by_subgroups(self, values: Sequence[tuple[str, str, str]], depth: int) -> list[str]:
-        """Shuffles inside of each subgroup, then all lanes of each read the subgroups' results.
+    def _by_subgroups(
+        self, values: Sequence[tuple[str, str, str]], depth: int
+    ) -> list[str]:
+        """Shuffles inside of each subgroup, then all lanes of each read the subgroups'
+        results.
 
-        Works for subgroups of any size; the order of combination depends on the device alone.
+        Works for subgroups of any size; the order of combination depends on the device
+        alone.
         """
         w = self.w
         w.uses_subgroups = True
@@ -119,7 +129,10 @@ class Tree:
             neutral = identity(w, monoid, dtype)
             w.line(f"{total} = {neutral};", depth)
             step = combine(monoid, total, f"{name}[q]", dtype)
-            w.line(f"for (var q = sg_lane; q < sg_count; q += sg_size) {{ {total} = {step}; }}", depth)
+            w.line(
+                f"for (var q = sg_lane; q < sg_count; q += sg_size) {{ {total} = {step}; }}",
+                depth,
+            )
             other = f"subgroupShuffleXor({total}, d)"
             w.line(
                 f"for (var d = sg_size / 2u; d > 0u; d /= 2u) {{ {total} = {combine(monoid, total, other, dtype)}; }}",

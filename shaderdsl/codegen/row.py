@@ -1,9 +1,12 @@
-"""Row: reductions along rows in one or more phases, then maps of the row; column sums of it on the way.
+"""Row: reductions along rows in one or more phases, then maps of the row; column sums
+of it on the way.
 
-A workgroup has ``width`` lanes a row and as many rows as fit. Each phase walks the row once. Rows that fit into registers are
-unrolled: what one phase loads or computes the next still has, because a common subexpression keeps its name. Longer rows loop
-and read again. Column sums (the gradient of a norm's gain) stay in the lanes' registers while a workgroup walks its rows;
-their partial results are finished by a second kernel in a fixed order.
+A workgroup has ``width`` lanes a row and as many rows as fit. Each phase walks the row
+once. Rows that fit into registers are unrolled: what one phase loads or computes the
+next still has, because a common subexpression keeps its name. Longer rows loop and read
+again. Column sums (the gradient of a norm's gain) stay in the lanes' registers while a
+workgroup walks its rows; their partial results are finished by a second kernel in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ class RowSchedule:
         width: lanes a row, a power of two.
         rows: rows a workgroup handles side by side.
         chunks: elements (or vec4s) a lane holds when the row is unrolled; 0 loops.
-        groups: workgroups, when each walks several rows in turn; 0 gives each its own rows.
+        groups: workgroups, when each walks several rows in turn; 0 gives each its own
+            rows.
     """
 
     width: int
@@ -52,11 +56,14 @@ class RowSchedule:
     groups: int = 0
 
 
-def choose(rows: int, n: int, columns: bool, phases: int, target: Target) -> RowSchedule:
+def choose(
+    rows: int, n: int, columns: bool, phases: int, target: Target
+) -> RowSchedule:
     """The default schedule for rows of ``n`` elements (or vec4s)."""
     most = target.limits.max_invocations
     if target.family == "software":
-        # Loads cost most and barriers little: a lane takes several elements and keeps them.
+        # Loads cost most and barriers little: a lane takes several elements and keeps
+        # them.
         width = 1
         while width < 64 and n > width * 8:
             width *= 2
@@ -102,12 +109,18 @@ class _Row:
         self.maps = [m for m in g.members if m.role == "map" and m in g.stored]
         self.levels = self._levels()
         self.schedule = schedule or choose(
-            self.row_count, self.n, bool(self.columns), 1 + max(self.levels.values(), default=0), target
+            self.row_count,
+            self.n,
+            bool(self.columns),
+            1 + max(self.levels.values(), default=0),
+            target,
         )
         self.partials: dict[Member, Scratch] = {}
         self.w = make_writer(g, self.layout, target, self.vector)
         for m in g.stored:
-            if self.vector is not None and not contiguous(visible(self.layout, self.layout.stores[m]), self.vector):
+            if self.vector is not None and not contiguous(
+                visible(self.layout, self.layout.stores[m]), self.vector
+            ):
                 self.w.plain.add(m.stage)
 
     def _levels(self) -> dict[Member, int]:
@@ -115,7 +128,11 @@ class _Row:
         by_stage = {m.stage: m for m in self.reductions}
         level: dict[Member, int] = {}
         for m in self.reductions:
-            inner = [level[by_stage[n.data]] for n in E.loads(self.bodies[m]) if n.data in by_stage]
+            inner = [
+                level[by_stage[n.data]]
+                for n in E.loads(self.bodies[m])
+                if n.data in by_stage
+            ]
             level[m] = 1 + max(inner, default=0)
         return level
 
@@ -131,13 +148,21 @@ class _Row:
         self.tree = Tree(w, threads, s.width, self.position)
         turns = -(-self.row_count // (s.groups * s.rows)) if s.groups else 1
         flat = "group.y * groups.x + group.x" if not s.groups else "group.x"
-        w.line(f"let first = ({flat})" + (f" * {s.rows}u + lane / {s.width}u;" if s.rows > 1 else ";"))
+        w.line(
+            f"let first = ({flat})"
+            + (f" * {s.rows}u + lane / {s.width}u;" if s.rows > 1 else ";")
+        )
         for m in self.columns:
             self._open_column(m)
         w.open()
         w.base = 1
-        # With a workgroup for each row there is no row too many; else the last ones repeat the last row unseen.
-        exact = s.rows == 1 and not s.groups and self.row_count <= self.target.limits.max_workgroups
+        # With a workgroup for each row there is no row too many; else the last ones
+        # repeat the last row unseen.
+        exact = (
+            s.rows == 1
+            and not s.groups
+            and self.row_count <= self.target.limits.max_workgroups
+        )
         self.live = None if exact else "live"
         at = "first" if exact else "at"
         self._phases(at)
@@ -159,15 +184,34 @@ class _Row:
                 "}",
             ]
         else:
-            lines += [f"let live = first < {rows};", f"let at = min(first, {rows} - 1u);", *inner]
+            lines += [
+                f"let live = first < {rows};",
+                f"let at = min(first, {rows} - 1u);",
+                *inner,
+            ]
         w.blocks[0] = lines
         for m in self.columns:
             self._close_column(m)
-        grid = (s.groups, 1, 1) if s.groups else fold(-(-self.row_count // s.rows), self.target)
-        kernel = finish(self.g, w, self.layout, w.blocks[0], kernel_name(self.g), "row", threads, grid)
+        grid = (
+            (s.groups, 1, 1)
+            if s.groups
+            else fold(-(-self.row_count // s.rows), self.target)
+        )
+        kernel = finish(
+            self.g,
+            w,
+            self.layout,
+            w.blocks[0],
+            kernel_name(self.g),
+            "row",
+            threads,
+            grid,
+        )
         out = [kernel]
         for m in self.columns:
-            out.append(finish_kernel(m, self.partials[m], s.groups * s.rows, self.target))
+            out.append(
+                finish_kernel(m, self.partials[m], s.groups * s.rows, self.target)
+            )
         return out
 
     def _phases(self, at: str) -> None:
@@ -191,7 +235,9 @@ class _Row:
         """Whether a map has an element for each lane, and not one a row."""
         return any(q >= len(self.g.rows) for q in self.g.axes[m])
 
-    def _walk(self, reds: Sequence[Member], maps: Sequence[Member], columns: Sequence[Member]) -> None:
+    def _walk(
+        self, reds: Sequence[Member], maps: Sequence[Member], columns: Sequence[Member]
+    ) -> None:
         """One pass over the row."""
         w, s = self.w, self.schedule
         accs = []
@@ -199,9 +245,15 @@ class _Row:
             vector = self._vector_value(m)
             name = w.fresh("acc")
             dtype = m.body.dtype
-            w.line(f"var {name}: {wgsl_type(dtype, vector)} = {identity(w, m.stage.monoid or 'sum', dtype, vector)};", 1)
+            w.line(
+                f"var {name}: {wgsl_type(dtype, vector)} = {identity(w, m.stage.monoid or 'sum', dtype, vector)};",
+                1,
+            )
             accs.append((m, name, vector))
-        n = w.extent(range(len(self.g.rows), len(self.g.space)), WIDTH if self.vector is not None else 1)
+        n = w.extent(
+            range(len(self.g.rows), len(self.g.space)),
+            WIDTH if self.vector is not None else 1,
+        )
         if s.chunks:
             whole = self.n == s.width * s.chunks
             for c in range(s.chunks):
@@ -235,7 +287,9 @@ class _Row:
         self, c: int, n: str, whole: bool, accs: Sequence[tuple[Member, str, bool]], maps: Sequence[Member],
         columns: Sequence[Member],
     ) -> None:  # fmt: skip
-        """One element (or vec4) of each lane, unrolled; values keep their names from phase to phase."""
+        """One element (or vec4) of each lane, unrolled; values keep their names from
+        phase to phase.
+        """
         w, s = self.w, self.schedule
         w.open()
         if c in self.saved:
@@ -254,7 +308,12 @@ class _Row:
                 w.line(f"let {at} = min({offset}, {n} - 1u);")
         if c not in self.saved:
             decode(w, at, self.layout.loops[1], 2, self.vector)
-            self.names[c] = {a: w.names[a] for group in self.layout.loops[1] for a in group if a in w.names}
+            self.names[c] = {
+                a: w.names[a]
+                for group in self.layout.loops[1]
+                for a in group
+                if a in w.names
+            }
         else:
             for a, name in self.names[c].items():
                 w.axis(a, name, 2)
@@ -280,10 +339,24 @@ class _Row:
         guard = " && ".join(x for x in (inside, self.live) if x)
         if not maps:
             return
-        values = [(m, w.splat(self.bodies[m]) if self.vector is not None else w.value(self.bodies[m])) for m in maps]
+        values = [
+            (
+                m,
+                w.splat(self.bodies[m])
+                if self.vector is not None
+                else w.value(self.bodies[m]),
+            )
+            for m in maps
+        ]
         mark = len(w.blocks[-1])
         for m, v in values:
-            w.store(m.stage, visible(self.layout, self.layout.stores[m]), v, self.bodies[m].dtype, self.vector is not None)
+            w.store(
+                m.stage,
+                visible(self.layout, self.layout.stores[m]),
+                v,
+                self.bodies[m].dtype,
+                self.vector is not None,
+            )
         if guard:
             stores = [x for x in w.blocks[-1][mark:] if _is_store(x)]
             lets = [x for x in w.blocks[-1][mark:] if x not in stores]
@@ -297,7 +370,12 @@ class _Row:
         w.plain.add(m.stage)
         w.store(m.stage, form, value, m.body.dtype, False)
         condition = " && ".join(
-            x for x in (f"{self.position} == 0u" if self.schedule.width > 1 else None, self.live) if x
+            x
+            for x in (
+                f"{self.position} == 0u" if self.schedule.width > 1 else None,
+                self.live,
+            )
+            if x
         )
         stores = w.blocks[1][mark:]
         if condition:
@@ -309,13 +387,23 @@ class _Row:
 
     def _open_column(self, m: Member) -> None:
         s = self.schedule
-        self.partials[m] = Scratch(f"{m.stage.name}_partial", "f32", s.groups * s.rows * math.prod(self.g.lanes))
+        self.partials[m] = Scratch(
+            f"{m.stage.name}_partial",
+            "f32",
+            s.groups * s.rows * math.prod(self.g.lanes),
+        )
         if m.body.dtype != "f32":
-            self.partials[m] = Scratch(self.partials[m].name, m.body.dtype, self.partials[m].size)
+            self.partials[m] = Scratch(
+                self.partials[m].name, m.body.dtype, self.partials[m].size
+            )
         if s.chunks:
             t = wgsl_type(m.body.dtype, self.vector is not None)
             for c in range(s.chunks):
-                zero = f"{t}(0)" if self.vector is not None or m.body.dtype != "f32" else "0.0"
+                zero = (
+                    f"{t}(0)"
+                    if self.vector is not None or m.body.dtype != "f32"
+                    else "0.0"
+                )
                 self.w.line(f"var col{self.columns.index(m)}_{c}: {t} = {zero};", 0)
 
     def _add_column(self, m: Member, inside: str | None, at: str, chunk: int) -> None:
@@ -332,7 +420,11 @@ class _Row:
             return
         partial, where = self.partials[m], self._partial_address(at)
         before = w.read(partial, where, vector)
-        w.line(w.write(partial, where, f"select({before}, {zero}, turn == 0u) + {v}", vector))
+        w.line(
+            w.write(
+                partial, where, f"select({before}, {zero}, turn == 0u) + {v}", vector
+            )
+        )
 
     def _partial_address(self, at: str) -> str:
         lanes = range(len(self.g.rows), len(self.g.space))
@@ -343,13 +435,21 @@ class _Row:
         w, s = self.w, self.schedule
         if not s.chunks:
             return
-        n = w.extent(range(len(self.g.rows), len(self.g.space)), WIDTH if self.vector is not None else 1)
+        n = w.extent(
+            range(len(self.g.rows), len(self.g.space)),
+            WIDTH if self.vector is not None else 1,
+        )
         for c in range(s.chunks):
             offset = f"{self.position} + {c * s.width}u" if c else self.position
             where = self._partial_address(f"({offset})")
             column = f"col{self.columns.index(m)}_{c}"
             store = w.write(self.partials[m], where, column, self.vector is not None)
-            w.line(store if self.n == s.width * s.chunks else f"if ({offset} < {n}) {{ {store} }}", 0)
+            w.line(
+                store
+                if self.n == s.width * s.chunks
+                else f"if ({offset} < {n}) {{ {store} }}",
+                0,
+            )
 
 
 def _is_store(line: str) -> bool:

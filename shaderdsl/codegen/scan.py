@@ -1,7 +1,8 @@
-"""Scan: running sums, recognised from their plain form ``y[i] = Σ_j where(j ≤ i, x[j], 0)`` (or ``i ≤ j``, its adjoint).
+"""Scan: running sums, recognised from their plain form ``y[i] = Σ_j where(j ≤ i, x[j],
+0)`` (or ``i ≤ j``, its adjoint).
 
-A workgroup walks a line: each lane adds up a segment, the segments' sums are scanned in workgroup memory, then each lane
-walks its segment again and writes.
+A workgroup walks a line: each lane adds up a segment, the segments' sums are scanned in
+workgroup memory, then each lane walks its segment again and writes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from .writer import indent, wgsl_type
 
 
 def scan_kernels(g: Group, target: Target) -> list[Kernel]:
-    """Print a group of one running sum; its last kernel axis is the line that is walked."""
+    """Print a group of one running sum; its last kernel axis is the line that is
+    walked.
+    """
     m = g.members[0]
     parts = scan_parts(m.stage, m.body)
     if parts is None or len(g.members) != 1:
@@ -33,10 +36,14 @@ def scan_kernels(g: Group, target: Target) -> list[Kernel]:
     t = wgsl_type(dtype)
     zero = f"{t}({MONOIDS['sum'].identity[dtype]})"
     n = w.extent([line])
-    size = min(64 if target.family == "software" else 256, target.limits.max_invocations)
+    size = min(
+        64 if target.family == "software" else 256, target.limits.max_invocations
+    )
     w.shared.append(f"var<workgroup> segment: array<{t}, {size}>;")
     w.line("let row = group.y * groups.x + group.x;")
-    w.line(f"if (row >= {w.param(('rows',), math.prod(g.rows), stem='rows')}) {{ return; }}")
+    w.line(
+        f"if (row >= {w.param(('rows',), math.prod(g.rows), stem='rows')}) {{ return; }}"
+    )
     decode(w, "row", layout.loops[0], 0)
     w.line(f"let per = ({n} + {size - 1}u) / {size}u;")
     w.line(f"let begin = min(lane * per, {n});")
@@ -46,7 +53,13 @@ def scan_kernels(g: Group, target: Target) -> list[Kernel]:
     w.axis(line, f"({n} - 1u - k)" if parts.reverse else "k", 1)
     w.line(f"sum = sum + {w.value(value)};")
     first = w.close()
-    w.blocks[0] += ["for (var k = begin; k < end; k++) {", *indent(first), "}", "segment[lane] = sum;", "workgroupBarrier();"]
+    w.blocks[0] += [
+        "for (var k = begin; k < end; k++) {",
+        *indent(first),
+        "}",
+        "segment[lane] = sum;",
+        "workgroupBarrier();",
+    ]
     step = 1
     while step < size:
         w.blocks[0] += [

@@ -1,4 +1,6 @@
-"""The plain form of a running sum: ``y[i] = Σ_j where(j ≤ i, x[j], 0)``, or ``i ≤ j`` for its adjoint."""
+"""The plain form of a running sum: ``y[i] = Σ_j where(j ≤ i, x[j], 0)``, or ``i ≤ j``
+for its adjoint.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from ..ir.stage import Stage, factors, product
 
 @dataclass(frozen=True)
 class ScanParts:
-    """``Σ_j where(j ≤ i, value(j), 0)``: ``axis`` is i, ``red`` is j; ``reverse`` for ``i ≤ j``."""
+    """``Σ_j where(j ≤ i, value(j), 0)``: ``axis`` is i, ``red`` is j; ``reverse`` for
+    ``i ≤ j``.
+    """
 
     axis: int
     red: int
@@ -20,10 +24,16 @@ class ScanParts:
 
 
 def scan_parts(stage: Stage, body: Expr) -> ScanParts | None:
-    """A sum over one axis, up to (or from) the position along an output axis of the same extent."""
+    """A sum over one axis, up to (or from) the position along an output axis of the
+    same extent.
+    """
     no = len(stage.ext)
     red = [a for a in range(no, len(stage.space)) if stage.space[a] != 1]
-    if stage.monoid != "sum" or len(red) != 1 or not (body.kind == "apply" and body.data in ("where", "mul", "neg")):
+    if (
+        stage.monoid != "sum"
+        or len(red) != 1
+        or not (body.kind == "apply" and body.data in ("where", "mul", "neg"))
+    ):
         return None
     j = red[0]
     number, fs, guards = factors(body)
@@ -40,5 +50,7 @@ def scan_parts(stage: Stage, body: Expr) -> ScanParts | None:
         if number != 1.0:
             fs = [*fs, E.const(number)]
         value = product(fs) if body.dtype == "f32" or len(fs) != 1 else fs[0]
-        return ScanParts(axis, j, E.cast(E.guard(rest, value), body.dtype), reverse=b == j)
+        return ScanParts(
+            axis, j, E.cast(E.guard(rest, value), body.dtype), reverse=b == j
+        )
     return None

@@ -1,7 +1,9 @@
-"""Scatter: the adjoint of a gather, ``Σ_t where(v == ids[t], value, 0)``, without atomics and in a fixed order.
+"""Scatter: the adjoint of a gather, ``Σ_t where(v == ids[t], value, 0)``, without
+atomics and in a fixed order.
 
-The first kernel links each contribution to the next one with the same destination (and clears the result); in the second, the
-first contribution of each destination walks its chain and writes the sum.
+The first kernel links each contribution to the next one with the same destination (and
+clears the result); in the second, the first contribution of each destination walks its
+chain and writes the sum.
 """
 
 from __future__ import annotations
@@ -91,7 +93,16 @@ def _link(g: Group, target: Target, links: Scratch, count: int) -> Kernel:
     inner = w.close()
     lines = [*w.blocks[0], f"if (at < {n}) {{", *indent(inner), "}"]
     threads = max(zeros, count)
-    kernel = finish(g, w, layout, lines, f"link_{m.stage.name}", "scatter", _SIZE, fold(-(-threads // _SIZE), target))
+    kernel = finish(
+        g,
+        w,
+        layout,
+        lines,
+        f"link_{m.stage.name}",
+        "scatter",
+        _SIZE,
+        fold(-(-threads // _SIZE), target),
+    )
     return kernel
 
 
@@ -147,7 +158,14 @@ def _sum(g: Group, target: Target, links: Scratch, count: int) -> Kernel:
     w.axis(target_axis, "goes_to", 0)
     w.store(m.stage, store, "sum", dtype, wide)
     kernel = finish(
-        g, w, layout, w.blocks[0], kernel_name(g), "scatter", _SIZE, fold(-(-(count * width) // _SIZE), target)
+        g,
+        w,
+        layout,
+        w.blocks[0],
+        kernel_name(g),
+        "scatter",
+        _SIZE,
+        fold(-(-(count * width) // _SIZE), target),
     )
     return _second(kernel)
 

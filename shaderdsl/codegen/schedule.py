@@ -1,4 +1,6 @@
-"""What every archetype shares: bodies over a kernel's axes, analysis of its addresses, the frame of a kernel."""
+"""What every archetype shares: bodies over a kernel's axes, analysis of its addresses,
+the frame of a kernel.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ BUILTINS = (
 class Layout:
     """How a kernel's bodies touch memory.
 
-    ``loops`` are the classes of axes (rows, lanes, …), each a list of merged groups; ``addresses`` belong to the loads,
-    ``stores`` to the members that are written.
+    ``loops`` are the classes of axes (rows, lanes, …), each a list of merged groups;
+    ``addresses`` belong to the loads, ``stores`` to the members that are written.
     """
 
     bodies: dict[Member, Expr]
@@ -42,7 +44,9 @@ class Layout:
 
 
 def kernel_bodies(g: Group) -> dict[Member, Expr]:
-    """Members' bodies over the kernel's axes; maps of the kernel itself are written into their readers."""
+    """Members' bodies over the kernel's axes; maps of the kernel itself are written
+    into their readers.
+    """
     by_stage = {m.stage: m for m in g.members}
     bodies: dict[Member, Expr] = {}
     for m in g.members:
@@ -50,18 +54,26 @@ def kernel_bodies(g: Group) -> dict[Member, Expr]:
         if any(n.data in by_stage and by_stage[n.data].role == "map" for n in m.loads):
             body = E.rewrite(
                 body,
-                lambda n, args: bodies[by_stage[n.data]]
-                if n.kind == "load" and n.data in by_stage and by_stage[n.data].role == "map"
-                else (E.rebuild(n, args) if n.args else n),
+                lambda n, args: (
+                    bodies[by_stage[n.data]]
+                    if n.kind == "load"
+                    and n.data in by_stage
+                    and by_stage[n.data].role == "map"
+                    else (E.rebuild(n, args) if n.args else n)
+                ),
             )
         bodies[m] = body
     return bodies
 
 
 def lay_out(
-    g: Group, bodies: Mapping[Member, Expr], classes: Sequence[Sequence[int]], more: Sequence[Expr] = ()
+    g: Group,
+    bodies: Mapping[Member, Expr],
+    classes: Sequence[Sequence[int]],
+    more: Sequence[Expr] = (),
 ) -> Layout:
-    """Addresses of every access, and the loops left once neighbouring axes are merged."""
+    """Addresses of every access, and the loops left once neighbouring axes are merged.
+    """
     inside = {m.stage for m in g.members if m.role != "map"}
     space = g.space
     addresses: dict[Expr, Address] = {}
@@ -76,16 +88,29 @@ def lay_out(
             if isinstance(t.what, Expr):
                 stack += [x for x in E.values(t.what) if x.kind == "load"]
     targets = {m: g.target(m) for m in g.members}
-    stores = {m: linear(tensor.shape, indices, space) for m, (tensor, indices) in targets.items()}
-    walks = [a.axes() for a in addresses.values()] + [stores[m].axes() for m in g.stored]
+    stores = {
+        m: linear(tensor.shape, indices, space)
+        for m, (tensor, indices) in targets.items()
+    }
+    walks = [a.axes() for a in addresses.values()] + [
+        stores[m].axes() for m in g.stored
+    ]
     blocked = used_alone(roots, addresses)
     loops = [collapse(c, space, walks, blocked) for c in classes]
-    extents = {group[-1]: math.prod(space[a] for a in group) for loop in loops for group in loop}
+    extents = {
+        group[-1]: math.prod(space[a] for a in group)
+        for loop in loops
+        for group in loop
+    }
     return Layout(dict(bodies), addresses, stores, loops, extents)
 
 
-def vector_axis(layout: Layout, loop: Sequence[Sequence[int]], strict: bool = True) -> int | None:
-    """The lane axis that a vec4 can run along: some access is contiguous there and its extent is a multiple of 4."""
+def vector_axis(
+    layout: Layout, loop: Sequence[Sequence[int]], strict: bool = True
+) -> int | None:
+    """The lane axis that a vec4 can run along: some access is contiguous there and its
+    extent is a multiple of 4.
+    """
     if not loop:
         return None
     a = loop[-1][-1]
@@ -100,7 +125,10 @@ def vector_axis(layout: Layout, loop: Sequence[Sequence[int]], strict: bool = Tr
 def _merged(f: Address, layout: Layout, axis: int) -> Address:
     """An address without the axes that merged into others."""
     last = {group[-1] for loop in layout.loops for group in loop}
-    return Address(tuple(t for t in f.terms if not isinstance(t.what, int) or t.what in last), f.const)
+    return Address(
+        tuple(t for t in f.terms if not isinstance(t.what, int) or t.what in last),
+        f.const,
+    )
 
 
 def make_writer(g: Group, layout: Layout, target: Target, vector: int | None) -> Writer:
@@ -108,7 +136,14 @@ def make_writer(g: Group, layout: Layout, target: Target, vector: int | None) ->
     w = Writer(g.space, target, vector)
     hidden = {a for loop in layout.loops for group in loop for a in group[:-1]}
     for n, f in layout.addresses.items():
-        w.addresses[n] = Address(tuple(t for t in f.terms if t.what not in hidden or not isinstance(t.what, int)), f.const)
+        w.addresses[n] = Address(
+            tuple(
+                t
+                for t in f.terms
+                if t.what not in hidden or not isinstance(t.what, int)
+            ),
+            f.const,
+        )
         touches = vector is not None and n.free >> vector & 1
         if not (touches and contiguous(w.addresses[n], vector)):
             w.plain.add(n.data)
@@ -118,16 +153,30 @@ def make_writer(g: Group, layout: Layout, target: Target, vector: int | None) ->
 def visible(layout: Layout, f: Address) -> Address:
     """A store's address without merged axes."""
     hidden = {a for loop in layout.loops for group in loop for a in group[:-1]}
-    return Address(tuple(t for t in f.terms if not isinstance(t.what, int) or t.what not in hidden), f.const)
+    return Address(
+        tuple(
+            t for t in f.terms if not isinstance(t.what, int) or t.what not in hidden
+        ),
+        f.const,
+    )
 
 
-def decode(w: Writer, flat: str, loop: Sequence[Sequence[int]], depth: int, vector: int | None = None) -> None:
-    """Name the axes of one class from a flat position (in vec4s along the vector axis)."""
+def decode(
+    w: Writer,
+    flat: str,
+    loop: Sequence[Sequence[int]],
+    depth: int,
+    vector: int | None = None,
+) -> None:
+    """Name the axes of one class from a flat position (in vec4s along the vector axis).
+    """
     current = flat
     for j in reversed(range(len(loop))):
         group = loop[j]
         a = group[-1]
-        for hidden in group[:-1]:  # walked by the last one; values that depend on it live here too
+        for hidden in group[
+            :-1
+        ]:  # walked by the last one; values that depend on it live here too
             w.depth[hidden] = depth
         if j == 0:
             w.axis(a, current, depth)
@@ -152,7 +201,9 @@ def traffic(tensors: Sequence[Stage]) -> int:
 
 
 def fold(workgroups: int, target: Target) -> tuple[int, int, int]:
-    """A one-dimensional grid, folded into two where it is longer than a dimension may be."""
+    """A one-dimensional grid, folded into two where it is longer than a dimension may
+    be.
+    """
     limit = target.limits.max_workgroups
     if workgroups <= limit:
         return (workgroups, 1, 1)
@@ -167,7 +218,11 @@ def finish(
     """Put the text together with what it computes."""
     spaces = {m: math.prod(m.space) for m in g.members}
     tensors = [t for t in w.bound if isinstance(t, Stage)]
-    comment = list(dict.fromkeys(f"{m.stage.name} ({_short(m.stage.loc)})" for m in g.members if m.stage.loc))[:8]
+    comment = list(
+        dict.fromkeys(
+            f"{m.stage.name} ({_short(m.stage.loc)})" for m in g.members if m.stage.loc
+        )
+    )[:8]
     return Kernel(
         name=name,
         archetype=archetype,
@@ -185,7 +240,9 @@ def finish(
 
 
 def _moved(g: Group, layout: Layout, tensors: Sequence[Stage]) -> int:
-    """Bytes that the kernel moves; what is stored inside of another tensor counts by itself."""
+    """Bytes that the kernel moves; what is stored inside of another tensor counts by
+    itself.
+    """
     into = {tensor for tensor, _ in g.targets.values()}
     read = {n.data for n in layout.addresses}
     inside = [m.stage for m in g.stored if m.stage in g.targets]
@@ -193,7 +250,9 @@ def _moved(g: Group, layout: Layout, tensors: Sequence[Stage]) -> int:
 
 
 def members_of(g: Group) -> tuple[Stage, ...]:
-    """The stages of the graph that a group computes, with the maps written into them, in order."""
+    """The stages of the graph that a group computes, with the maps written into them,
+    in order.
+    """
     groups = [g] if g.stands_for is None else g.stands_for
     return tuple(dict.fromkeys(s for h in groups for s in _with_inlined(h)))
 
@@ -205,7 +264,9 @@ def writes_of(g: Group) -> tuple[Stage, ...]:
 
 
 def _with_inlined(g: Group) -> tuple[Stage, ...]:
-    """The members and the maps written into them, in order: what the device `cpu` evaluates."""
+    """The members and the maps written into them, in order: what the device `cpu`
+    evaluates.
+    """
     out: dict[Stage, None] = {}
     for m in g.members:
         stack = [(m.stage, False)]
@@ -217,12 +278,18 @@ def _with_inlined(g: Group) -> tuple[Stage, ...]:
             if s in out:
                 continue
             stack.append((s, True))
-            stack += [(n.data, False) for n in s.loads if n.data.kind == "map" and n.data not in g.anchors]
+            stack += [
+                (n.data, False)
+                for n in s.loads
+                if n.data.kind == "map" and n.data not in g.anchors
+            ]
     return tuple(out)
 
 
 def _short(loc: str | None) -> str:
-    """The last part of a path with its line: texts must not depend on where a project lies."""
+    """The last part of a path with its line: texts must not depend on where a project
+    lies.
+    """
     inner = (loc or "").rsplit("(", 1)[-1].rstrip(")")
     return inner.replace("\\", "/").rsplit("/", 1)[-1]
 

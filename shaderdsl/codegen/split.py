@@ -1,7 +1,9 @@
-"""Few long rows: a reduction that one workgroup would walk alone is cut into shares, and a second reduction combines them.
+"""Few long rows: a reduction that one workgroup would walk alone is cut into shares,
+and a second reduction combines them.
 
-Before: ``S[i] = Σ_j f(i, j)`` with few i and very many j. After: ``P[i, c] = Σ_j f(i, c·n + j)``, ``S[i] = Σ_c P[i, c]``. Both are
-ordinary stages, so nothing else has to know.
+Before: ``S[i] = Σ_j f(i, j)`` with few i and very many j. After: ``P[i, c] = Σ_j f(i,
+c·n + j)``, ``S[i] = Σ_c P[i, c]``. Both are ordinary stages, so nothing else has to
+know.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from .member import contract_parts, scatter_parts
 from .scan_form import scan_parts
 from .target import Target
 
-#: Elements of a row from which several workgroups share it, and how many each takes at least.
+#: Elements of a row from which several workgroups share it, and how many each takes at
+#: least.
 LONG_ROW, SHARE = 1 << 16, 1 << 13
 #: Rows from which a device is busy with a workgroup a row.
 ENOUGH_ROWS = 64
@@ -59,7 +62,8 @@ def _split(s: Stage) -> Stage:
     if shares < 2:
         return s
     per = -(-n // shares)
-    # Axes of the first stage: outputs, the share, then the reduced ones with `axis` shortened.
+    # Axes of the first stage: outputs, the share, then the reduced ones with `axis`
+    # shortened.
     moved: dict[int, Expr] = {no + q: E.index(no + 1 + q) for q in range(len(s.rext))}
     position = Affine({no: per, axis + 1: 1}, 0, ()).expr()
     moved[axis] = position
@@ -68,13 +72,17 @@ def _split(s: Stage) -> Stage:
         identity = E.const(MONOIDS[s.monoid].identity[body.dtype], body.dtype)
         body = E.where(E.apply("lt", position, E.size(n)), body, identity)
     rext = [per if q == k else m for q, m in enumerate(s.rext)]
-    first = reduce_stage([*s.ext, shares], rext, s.monoid, body, f"{s.name}_shares", s.loc)
+    first = reduce_stage(
+        [*s.ext, shares], rext, s.monoid, body, f"{s.name}_shares", s.loc
+    )
     again = E.load(first, [E.index(q) for q in range(no + 1)])
     return reduce_stage(s.ext, [shares], s.monoid, again, s.name, s.loc)
 
 
 def _shares(n: int, others: int) -> int:
-    """About as many shares as keep each at SHARE elements; an exact divisor where one is near."""
+    """About as many shares as keep each at SHARE elements; an exact divisor where one
+    is near.
+    """
     wanted = max(1, min(n, n * others // SHARE, 1024))
     for d in range(wanted, wanted // 2, -1):
         if n % d == 0:

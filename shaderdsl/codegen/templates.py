@@ -1,7 +1,9 @@
-"""Kernels by structure: a group like one printed before takes its text over and only binds other arrays.
+"""Kernels by structure: a group like one printed before takes its text over and only
+binds other arrays.
 
-The layers of a model give the same groups again and again, and so does the next process; printing is most of the host's work.
-The key is everything that the text depends on, with arrays by number in the order in which the bodies meet them.
+The layers of a model give the same groups again and again, and so does the next
+process; printing is most of the host's work. The key is everything that the text
+depends on, with arrays by number in the order in which the bodies meet them.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def _remember(key: Any, found: list[dict[str, Any]]) -> None:
 
 @cache
 def _version() -> str:
-    """A digest of the code that prints, so that another version never takes over its texts."""
+    """A digest of the code that prints, so that another version never takes over its
+    texts.
+    """
     digest = hashlib.sha256()
     here = Path(__file__).parent
     for path in sorted([*here.glob("*.py"), *(here.parent / "ir").glob("*.py")]):
@@ -78,7 +82,8 @@ def _text_key(key: Any) -> str:
     return f"{_version()} {key!r}"
 
 
-# ------------------------------------------------------------------ what a text depends on
+# ------------------------------------------------------------------ what a text depends
+# on
 
 
 def signature(g: Group) -> tuple[Any, dict[Tensor, int]]:
@@ -105,7 +110,9 @@ def signature(g: Group) -> tuple[Any, dict[Tensor, int]]:
             if isinstance(data, float):
                 data = data.hex()
             ids[n] = len(ids)
-            parts.append((n.kind, data, n.dtype, n.label, tuple(ids[x] for x in n.args)))
+            parts.append(
+                (n.kind, data, n.dtype, n.label, tuple(ids[x] for x in n.args))
+            )
         parts.append(
             (
                 "member", number(m.stage), m.role, m.stage.kind, m.stage.monoid, m.stage.loc, m.space, m.out, m.red,
@@ -113,7 +120,8 @@ def signature(g: Group) -> tuple[Any, dict[Tensor, int]]:
                 None if place is None else (number(place[0]), tuple(ids[x] for x in place[1])),
             )
         )  # fmt: skip
-    # Equal bodies may come from different stages that were inlined: what is computed is numbered by these.
+    # Equal bodies may come from different stages that were inlined: what is computed is
+    # numbered by these.
     computed = members_of(g)
     at = {s: i for i, s in enumerate(computed)}
     inlined = tuple(tuple(at.get(n.data, -1) for n in s.loads) for s in computed)
@@ -121,13 +129,16 @@ def signature(g: Group) -> tuple[Any, dict[Tensor, int]]:
     return (g.kind, g.rows, g.lanes, tuple(g.why), tuple(parts), inlined, own), tensors
 
 
-# ------------------------------------------------------------------ kernels without their arrays
+# ------------------------------------------------------------------ kernels without
+# their arrays
 
 
 def _abstract(
     kernels: list[Kernel], tensors: dict[Tensor, int], g: Group
 ) -> list[dict[str, Any]] | None:
-    """Kernels as plain data, arrays by number, or None when one binds something unknown."""
+    """Kernels as plain data, arrays by number, or None when one binds something
+    unknown.
+    """
     scratch: dict[Scratch, int] = {}
     computed = {s: i for i, s in enumerate(members_of(g))}
     if any(s not in computed for k in kernels for s in (*k.members, *k.writes)):
@@ -138,7 +149,16 @@ def _abstract(
         for b in k.bindings:
             if isinstance(b.tensor, Scratch):
                 number = scratch.setdefault(b.tensor, len(scratch))
-                bindings.append([b.access, "scratch", number, b.tensor.name, b.tensor.dtype, b.tensor.size])
+                bindings.append(
+                    [
+                        b.access,
+                        "scratch",
+                        number,
+                        b.tensor.name,
+                        b.tensor.dtype,
+                        b.tensor.size,
+                    ]
+                )
             elif b.tensor in tensors:
                 bindings.append([b.access, "array", tensors[b.tensor]])
             else:
@@ -156,7 +176,9 @@ def _abstract(
     return out
 
 
-def _concrete(found: list[dict[str, Any]], tensors: list[Tensor], g: Group) -> list[Kernel]:
+def _concrete(
+    found: list[dict[str, Any]], tensors: list[Tensor], g: Group
+) -> list[Kernel]:
     """The kernels of a group from plain data."""
     scratch: dict[int, Scratch] = {}
     computed = members_of(g)
@@ -169,7 +191,9 @@ def _concrete(found: list[dict[str, Any]], tensors: list[Tensor], g: Group) -> l
             else:
                 tensor = tensors[number]
             bindings.append(Binding(tensor, access))
-        params = tuple(Param(tuple(v) if isinstance(v, list) else v, d) for v, d in k["params"])
+        params = tuple(
+            Param(tuple(v) if isinstance(v, list) else v, d) for v, d in k["params"]
+        )
         kernel = Kernel(
             name=k["name"], archetype=k["archetype"], wgsl=k["wgsl"],
             workgroup_size=(k["size"][0], k["size"][1], k["size"][2]),

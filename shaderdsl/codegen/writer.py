@@ -1,7 +1,9 @@
-"""The WGSL writer: expressions to straight-line text, each value in the outermost block that knows its axes.
+"""The WGSL writer: expressions to straight-line text, each value in the outermost block
+that knows its axes.
 
-A schedule opens blocks (a workgroup's rows, a lane's elements), names the axes that each block fixes and asks for values.
-Common subexpressions and loop-invariant code fall out: a node is written once, where its last axis becomes known.
+A schedule opens blocks (a workgroup's rows, a lane's elements), names the axes that
+each block fixes and asks for values. Common subexpressions and loop-invariant code fall
+out: a node is written once, where its last axis becomes known.
 """
 
 from __future__ import annotations
@@ -40,7 +42,13 @@ def literal(value: bool | int | float, dtype: str) -> str | None:
     if dtype == "bool":
         return "true" if value else "false"
     if dtype == "i32":
-        return "i32(-2147483648)" if value == -(2**31) else f"({value})" if value < 0 else str(value)
+        return (
+            "i32(-2147483648)"
+            if value == -(2**31)
+            else f"({value})"
+            if value < 0
+            else str(value)
+        )
     if dtype == "u32":
         return f"{value}u"
     single = np.float32(value)
@@ -51,7 +59,9 @@ def literal(value: bool | int | float, dtype: str) -> str | None:
 
 
 class _Bound:
-    """How one tensor is bound: its name in the text, whether as vec4, and how it is used."""
+    """How one tensor is bound: its name in the text, whether as vec4, and how it is
+    used.
+    """
 
     def __init__(self, name: str, vector: bool):
         self.name, self.vector, self.write = name, vector, False
@@ -112,7 +122,9 @@ class Writer:
         return name
 
     def axis(self, a: int, name: str, depth: int | None = None) -> None:
-        """Say that the variable ``name`` (u32) is the position along an axis, known from a block on."""
+        """Say that the variable ``name`` (u32) is the position along an axis, known
+        from a block on.
+        """
         self.names[a] = name
         self.depth[a] = len(self.blocks) - 1 if depth is None else depth
 
@@ -120,9 +132,16 @@ class Writer:
         """The block in which all these axes are known."""
         return max((self.depth[a] for a in E.bits(mask)), default=self.base)
 
-    # -------------------------------------------------------------- parameters and bindings
+    # -------------------------------------------------------------- parameters and
+    # bindings
 
-    def param(self, key: Key, value: int | float | tuple[str, str], dtype: str = "u32", stem: str = "n") -> str:
+    def param(
+        self,
+        key: Key,
+        value: int | float | tuple[str, str],
+        dtype: str = "u32",
+        stem: str = "n",
+    ) -> str:
         """A word of the parameter block."""
         if key not in self.params:
             name = f"{stem}{len(self.params)}"
@@ -130,14 +149,21 @@ class Writer:
         return "P." + self.params[key][0]
 
     def extent(self, axes: Iterable[int], divide: int = 1) -> str:
-        """The product of extents, as a parameter (divided by the vector width where asked)."""
+        """The product of extents, as a parameter (divided by the vector width where
+        asked).
+        """
         group = tuple(sorted(axes))
         value = math.prod(self.space[a] for a in group)
         if not group:
             return "1u"
-        return self.param(("axes", group) if divide == 1 else ("axes", group, divide), -(-value // divide))
+        return self.param(
+            ("axes", group) if divide == 1 else ("axes", group, divide),
+            -(-value // divide),
+        )
 
-    def binding(self, tensor: Tensor, vector: bool, write: bool, label: str | None = None) -> str:
+    def binding(
+        self, tensor: Tensor, vector: bool, write: bool, label: str | None = None
+    ) -> str:
         """The name of a tensor's buffer."""
         b = self.bound.get(tensor)
         if b is None:
@@ -153,8 +179,14 @@ class Writer:
     # -------------------------------------------------------------- addresses
 
     def address(self, form: Address, divide: int = 1) -> str:
-        """The text of an element offset (in vec4s when ``divide`` is the vector width)."""
-        terms = sorted(form.terms, key=lambda t: self.level(1 << t.what if isinstance(t.what, int) else t.what.free))
+        """The text of an element offset (in vec4s when ``divide`` is the vector width).
+        """
+        terms = sorted(
+            form.terms,
+            key=lambda t: self.level(
+                1 << t.what if isinstance(t.what, int) else t.what.free
+            ),
+        )
         current: str | None = None
         path: tuple[Any, ...] = (divide,)
         depth = self.base
@@ -172,7 +204,9 @@ class Writer:
                 if current is None and re.fullmatch(r"\w+", text):
                     memo[path] = text
                 else:
-                    memo[path] = self.let(text if current is None else f"{current} + {text}", depth, "a")
+                    memo[path] = self.let(
+                        text if current is None else f"{current} + {text}", depth, "a"
+                    )
             current = memo[path]
         return current or "0u"
 
@@ -184,7 +218,11 @@ class Writer:
     def _term(self, t: Term, divide: int) -> tuple[str, int]:
         if isinstance(t.what, int):
             name, level = self.names[t.what], self.depth[t.what]
-            c = t.coefficient if t.what == self.vector and divide > 1 else t.coefficient // divide
+            c = (
+                t.coefficient
+                if t.what == self.vector and divide > 1
+                else t.coefficient // divide
+            )
         else:
             name, level = self.value(t.what), self.level(t.what.free)
             name = name if t.what.dtype == "u32" else f"u32({name})"
@@ -232,16 +270,23 @@ class Writer:
         if n.kind == "size":
             if n.dtype == "i32" and 0 <= n.data <= 1:
                 return str(n.data)
-            return self.param(("size", n), n.data, n.dtype, "size" if n.dtype == "i32" else "c")
+            return self.param(
+                ("size", n), n.data, n.dtype, "size" if n.dtype == "i32" else "c"
+            )
         if n.kind == "scalar":
             key: Key = ("scalar", n.data)
             if key not in self.params:
-                self.params[key] = (re.sub(r"\W", "_", n.data) + "_", Param(("scalar", n.data), n.dtype))
+                self.params[key] = (
+                    re.sub(r"\W", "_", n.data) + "_",
+                    Param(("scalar", n.data), n.dtype),
+                )
             return "P." + self.params[key][0]
         if n.kind == "index":
             name = self.names[n.data]
             if self.is_vector(n):
-                return self.let(f"vec4<i32>(i32({name}) * 4) + vec4<i32>(0, 1, 2, 3)", level, "i")
+                return self.let(
+                    f"vec4<i32>(i32({name}) * 4) + vec4<i32>(0, 1, 2, 3)", level, "i"
+                )
             return self.let(f"i32({name})", level, "i")
         if n.kind == "load":
             return self._load(n, level)
@@ -249,7 +294,8 @@ class Writer:
 
     def _const(self, n: Expr, level: int) -> str:
         if n.dtype == "i32" and abs(n.data) > 2:
-            # Sizes hide in integer constants; as parameters they keep the text the same.
+            # Sizes hide in integer constants; as parameters they keep the text the
+            # same.
             return self.param(("const", n), n.data, "i32", "c")
         text = literal(n.data, n.dtype)
         if text is not None:
@@ -273,9 +319,13 @@ class Writer:
             text = self._widen(stage, f"{buffer}[{self.address(form, WIDTH)}]", True)
             return self.let(text, level, "x")
         if not vector:
-            return self.let(self._element(stage, buffer, self.address(form)), level, "x")
+            return self.let(
+                self._element(stage, buffer, self.address(form)), level, "x"
+            )
         parts = [self._element(stage, buffer, a) for a in self.lane_addresses(form)]
-        return self.let(f"{wgsl_type(stage.dtype, True)}({', '.join(parts)})", level, "x")
+        return self.let(
+            f"{wgsl_type(stage.dtype, True)}({', '.join(parts)})", level, "x"
+        )
 
     def lane_addresses(self, form: Address) -> list[str]:
         """Offsets of the four elements of a vec4 that are not neighbours in memory."""
@@ -288,7 +338,13 @@ class Writer:
             start = self.address(base)
             if c == 0:  # the axis cancels: an index that reads it at one place only
                 return [start] * WIDTH
-            step = self.param(next(t.key for t in form.terms if t.what == v), c % 2**32, stem="s") if c != 1 else None
+            step = (
+                self.param(
+                    next(t.key for t in form.terms if t.what == v), c % 2**32, stem="s"
+                )
+                if c != 1
+                else None
+            )
             at = []
             for k in range(WIDTH):
                 lane = f"({self.names[v]} * 4u + {k}u)"
@@ -303,8 +359,16 @@ class Writer:
                     whole.append(text)
                     depth = max(depth, level)
             else:
-                name = f"({self.names[v]} * 4u" if isinstance(t.what, int) else self.value(t.what)
-                scale = "" if t.coefficient == 1 else f" * {self.param(t.key, t.coefficient % 2**32, stem='s')}"
+                name = (
+                    f"({self.names[v]} * 4u"
+                    if isinstance(t.what, int)
+                    else self.value(t.what)
+                )
+                scale = (
+                    ""
+                    if t.coefficient == 1
+                    else f" * {self.param(t.key, t.coefficient % 2**32, stem='s')}"
+                )
                 for k in range(WIDTH):
                     if isinstance(t.what, int):
                         parts[k] += f" + {name} + {k}u){scale}"
@@ -328,7 +392,11 @@ class Writer:
     def _widen(self, tensor: Tensor, text: str, vector: bool) -> str:
         if vector and self._words(tensor):
             text = f"sd_unpack({text})"
-            text = text if tensor.dtype in ("u32", "bool") else f"bitcast<{wgsl_type(tensor.dtype, True)}>({text})"
+            text = (
+                text
+                if tensor.dtype in ("u32", "bool")
+                else f"bitcast<{wgsl_type(tensor.dtype, True)}>({text})"
+            )
         if tensor.dtype == "bool":
             return f"({text} != {'vec4<u32>(0u)' if vector else '0u'})"
         if tensor.dtype == "f16":
@@ -347,13 +415,24 @@ class Writer:
         if n.data == "stop_gradient":
             return args[0]
         if n.data in ("floordiv", "mod") and n.dtype == "i32":
-            if all(interval(x, self.space)[0] >= 0 for x in n.args) and interval(n.args[1], self.space)[0] > 0:
-                return self.let(f"{args[0]} {'/' if n.data == 'floordiv' else '%'} {args[1]}", level)
+            if (
+                all(interval(x, self.space)[0] >= 0 for x in n.args)
+                and interval(n.args[1], self.space)[0] > 0
+            ):
+                return self.let(
+                    f"{args[0]} {'/' if n.data == 'floordiv' else '%'} {args[1]}", level
+                )
         if n.dtype in E.INTS and n.data in ("maximum", "minimum"):
             return self.let(f"{n.data[:3]}({', '.join(args)})", level)
         if all(x.kind == "const" for x in n.args):  # the front end must not evaluate it
-            args = [self.let(a, level, "c") if re.match(r"[\d(tf]", a) else a for a in args]
-        return self.let(spell(n.data, args, n.args[0].dtype, vector), level, "b" if n.dtype == "bool" else "t")
+            args = [
+                self.let(a, level, "c") if re.match(r"[\d(tf]", a) else a for a in args
+            ]
+        return self.let(
+            spell(n.data, args, n.args[0].dtype, vector),
+            level,
+            "b" if n.dtype == "bool" else "t",
+        )
 
     def read(self, tensor: Tensor, at: str, vector: bool) -> str:
         """The text that reads one place of a tensor (a vec4 of it)."""
@@ -369,13 +448,25 @@ class Writer:
 
     # -------------------------------------------------------------- stores
 
-    def store(self, tensor: Tensor, form: Address, value: str, dtype: str, vector: bool, label: str | None = None) -> None:
+    def store(
+        self,
+        tensor: Tensor,
+        form: Address,
+        value: str,
+        dtype: str,
+        vector: bool,
+        label: str | None = None,
+    ) -> None:
         """Write a value (a vec4 of it) to memory, in the innermost block."""
         depth = len(self.blocks) - 1
-        as_vector = vector and tensor not in self.plain and contiguous(form, self.vector)
+        as_vector = (
+            vector and tensor not in self.plain and contiguous(form, self.vector)
+        )
         buffer = self.binding(tensor, as_vector, True, label)
         if as_vector:
-            self.blocks[depth].append(f"{buffer}[{self.address(form, WIDTH)}] = {self._narrow(tensor, value, True)};")
+            self.blocks[depth].append(
+                f"{buffer}[{self.address(form, WIDTH)}] = {self._narrow(tensor, value, True)};"
+            )
         elif not vector:
             self._store_one(tensor, buffer, self.address(form), value)
         else:
@@ -386,14 +477,22 @@ class Writer:
         if tensor.dtype == "f16" and not self.target.features.f16:
             at = self.let(at, len(self.blocks) - 1, "a")
             word = f"&{buffer}[{at} >> 1u]"
-            self.line(f"atomicAnd({word}, select(0xffff0000u, 0x0000ffffu, ({at} & 1u) == 1u));")
-            self.line(f"atomicOr({word}, pack2x16float(vec2<f32>({value}, 0.0)) << (16u * ({at} & 1u)));")
+            self.line(
+                f"atomicAnd({word}, select(0xffff0000u, 0x0000ffffu, ({at} & 1u) == 1u));"
+            )
+            self.line(
+                f"atomicOr({word}, pack2x16float(vec2<f32>({value}, 0.0)) << (16u * ({at} & 1u)));"
+            )
         else:
             self.line(f"{buffer}[{at}] = {self._narrow(tensor, value, False)};")
 
     def _narrow(self, tensor: Tensor, value: str, vector: bool) -> str:
         if tensor.dtype == "bool":
-            value = f"select(vec4<u32>(0u), vec4<u32>(1u), {value})" if vector else f"select(0u, 1u, {value})"
+            value = (
+                f"select(vec4<u32>(0u), vec4<u32>(1u), {value})"
+                if vector
+                else f"select(0u, 1u, {value})"
+            )
         if vector and self._words(tensor):
             return f"sd_pack({value if tensor.dtype in ('u32', 'bool') else f'bitcast<vec4<u32>>({value})'})"
         if tensor.dtype == "f16":
@@ -404,7 +503,13 @@ class Writer:
 
     # -------------------------------------------------------------- the whole text
 
-    def text(self, comment: Sequence[str], size: tuple[int, int, int], builtins: str, body: Sequence[str]) -> str:
+    def text(
+        self,
+        comment: Sequence[str],
+        size: tuple[int, int, int],
+        builtins: str,
+        body: Sequence[str],
+    ) -> str:
         """The kernel as WGSL."""
         head = [f"// {c}" for c in comment]
         if any(t.dtype == "f16" for t in self.bound) and self.target.features.f16:
@@ -424,14 +529,23 @@ class Writer:
         if self.params:
             fields = ", ".join(f"{name}: {p.dtype}" for name, p in self.params.values())
             head.append(f"struct Params {{ {fields} }}")
-            head.append(f"@group(0) @binding({len(self.bound)}) var<uniform> P: Params;")
+            head.append(
+                f"@group(0) @binding({len(self.bound)}) var<uniform> P: Params;"
+            )
         head += self.shared
         code = "\n".join(body)
         head += _own_helpers(code)
         head += helper_source(h for h in used_helpers(code) if h not in _OWN)
         shape = ", ".join(str(n) for n in size if n > 1) or "1"
         return "\n".join(
-            [*head, f"@compute @workgroup_size({shape})", f"fn main({builtins}) {{", *indent(body), "}", ""]
+            [
+                *head,
+                f"@compute @workgroup_size({shape})",
+                f"fn main({builtins}) {{",
+                *indent(body),
+                "}",
+                "",
+            ]
         )
 
     def _memory(self, tensor: Tensor, b: _Bound) -> str:
@@ -444,7 +558,10 @@ class Writer:
 
     def bindings(self) -> tuple[Binding, ...]:
         """What the kernel binds, in order."""
-        return tuple(Binding(t, "read_write" if b.write else "read") for t, b in self.bound.items())
+        return tuple(
+            Binding(t, "read_write" if b.write else "read")
+            for t, b in self.bound.items()
+        )
 
     def param_block(self) -> tuple[Param, ...]:
         """The parameter block, in order."""
@@ -481,7 +598,8 @@ def _own_helpers(code: str) -> list[str]:
 
 
 def spell(name: str, args: Sequence[str], dtype: str, vector: bool) -> str:
-    """A primitive in WGSL, given the names of its operands and the dtype of the first."""
+    """A primitive in WGSL, given the names of its operands and the dtype of the first.
+    """
     text = PRIMITIVES[name].wgsl
     own = wgsl_type(dtype, vector)
     tokens = {
@@ -497,7 +615,12 @@ def spell(name: str, args: Sequence[str], dtype: str, vector: bool) -> str:
 
 def contiguous(form: Address, axis: int | None) -> bool:
     """Whether an address walks neighbouring, aligned elements along the vector axis."""
-    if axis is None or form.coefficient(axis) != 1 or form.rest_free() >> axis & 1 or form.const % WIDTH:
+    if (
+        axis is None
+        or form.coefficient(axis) != 1
+        or form.rest_free() >> axis & 1
+        or form.const % WIDTH
+    ):
         return False
     return all(t.coefficient % WIDTH == 0 for t in form.terms if t.what != axis)
 

@@ -1,4 +1,5 @@
-"""Operations on whole arrays, as stages: what ``sd.Array`` and the functions of the ``sd`` namespace are made of.
+"""Operations on whole arrays, as stages: what ``sd.Array`` and the functions of the
+``sd`` namespace are made of.
 
 Everything here is a map or one reduction over positional axes, so it fuses like an op.
 """
@@ -21,7 +22,9 @@ Operand = Stage | Expr  # an array, or a number (constant or runtime scalar)
 def normal_axis(axis: int, rank: int) -> int:
     """A possibly negative axis as a position."""
     if not -rank <= axis < rank:
-        raise AxisError(f"axis {axis} of an array with {rank} dimensions", where=E.user_location())
+        raise AxisError(
+            f"axis {axis} of an array with {rank} dimensions", where=E.user_location()
+        )
     return axis % rank
 
 
@@ -49,13 +52,21 @@ def read(x: Operand, shape: Sequence[int]) -> Expr:
         return x
     first = len(shape) - len(x.shape)
     return E.load(
-        x, [E.index(first + k) if n != 1 or shape[first + k] == 1 else E.const(0) for k, n in enumerate(x.shape)]
+        x,
+        [
+            E.index(first + k) if n != 1 or shape[first + k] == 1 else E.const(0)
+            for k, n in enumerate(x.shape)
+        ],
     )
 
 
 def _storage(xs: Sequence[Operand], body: Expr) -> str:
     floats = [x.dtype for x in xs if isinstance(x, Stage) and x.dtype in E.FLOATS]
-    return "f16" if body.dtype == "f32" and floats and all(d == "f16" for d in floats) else body.dtype
+    return (
+        "f16"
+        if body.dtype == "f32" and floats and all(d == "f16" for d in floats)
+        else body.dtype
+    )
 
 
 def elementwise(name: str, *xs: Operand) -> Stage:
@@ -69,13 +80,18 @@ def elementwise(name: str, *xs: Operand) -> Stage:
 def cast(x: Stage, dtype: str) -> Stage:
     """Another dtype; f16 rounds when it is stored."""
     body = E.cast(whole(x), dtype)
-    return map_stage(x.ext, body, "cast", groups=x.groups, dtype=dtype, loc=E.user_location())
+    return map_stage(
+        x.ext, body, "cast", groups=x.groups, dtype=dtype, loc=E.user_location()
+    )
 
 
 def broadcast_to(x: Stage, shape: Sequence[int]) -> Stage:
     """The array stretched to a shape."""
     if broadcast_shape(x.shape, shape) != tuple(shape):
-        raise ShapeError(f"shape {x.shape} does not broadcast to {tuple(shape)}", where=E.user_location())
+        raise ShapeError(
+            f"shape {x.shape} does not broadcast to {tuple(shape)}",
+            where=E.user_location(),
+        )
     return map_stage(shape, read(x, shape), "broadcast", dtype=x.dtype)
 
 
@@ -97,7 +113,9 @@ def arange(n: int, start: Expr, step: Expr, dtype: str) -> Stage:
 def _axes(axis: int | Sequence[int] | None, rank: int) -> list[int]:
     if axis is None:
         return list(range(rank))
-    chosen = [normal_axis(a, rank) for a in ((axis,) if isinstance(axis, int) else axis)]
+    chosen = [
+        normal_axis(a, rank) for a in ((axis,) if isinstance(axis, int) else axis)
+    ]
     if len(set(chosen)) != len(chosen):
         raise AxisError(f"axis {axis} names an axis twice", where=E.user_location())
     return sorted(chosen)
@@ -119,19 +137,34 @@ def reduce(
     axes = _axes(axis, len(shape))
     if monoid in ("max", "min") and any(shape[a] == 0 for a in axes):
         raise ReductionError(
-            f"{monoid} over an axis of size 0 has no identity (shape {shape}, axis {axis})", where=E.user_location()
+            f"{monoid} over an axis of size 0 has no identity (shape {shape}, axis {axis})",
+            where=E.user_location(),
         )
     if condition is not None:
         identity = E.const(MONOIDS[monoid].identity[body.dtype], body.dtype)
         body = E.where(read(condition, shape), body, identity)
     kept = [a for a in range(len(shape)) if a not in axes]
-    value = make_reduce(monoid, body, kept, axes, shape, name or monoid, loc=E.user_location())
+    value = make_reduce(
+        monoid, body, kept, axes, shape, name or monoid, loc=E.user_location()
+    )
     return _keep(value, shape, kept, keepdims, name or monoid, _storage([x], value))
 
 
-def _keep(value: Expr, shape: Sequence[int], kept: list[int], keepdims: bool, name: str, dtype: str) -> Stage:
+def _keep(
+    value: Expr,
+    shape: Sequence[int],
+    kept: list[int],
+    keepdims: bool,
+    name: str,
+    dtype: str,
+) -> Stage:
     if keepdims:
-        return map_stage([n if a in kept else 1 for a, n in enumerate(shape)], value, name, dtype=dtype)
+        return map_stage(
+            [n if a in kept else 1 for a, n in enumerate(shape)],
+            value,
+            name,
+            dtype=dtype,
+        )
     body = E.substitute(value, {a: E.index(i) for i, a in enumerate(kept)})
     return map_stage([shape[a] for a in kept], body, name, dtype=dtype)
 
@@ -142,18 +175,23 @@ def count(shape: Sequence[int], axis: int | Sequence[int] | None) -> int:
 
 
 def arg_extreme(monoid: str, x: Stage, axis: int | None, keepdims: bool) -> Stage:
-    """Index of the first greatest (least) element; of the first NaN where there is one."""
+    """Index of the first greatest (least) element; of the first NaN where there is one.
+    """
     if axis is None:
         x, axis = reshape(x, (x.size,)), 0
     a = normal_axis(axis, len(x.shape))
     if x.shape[a] == 0:
-        raise ReductionError(f"arg{monoid} over an axis of size 0", where=E.user_location())
+        raise ReductionError(
+            f"arg{monoid} over an axis of size 0", where=E.user_location()
+        )
     kept = [k for k in range(len(x.shape)) if k != a]
     value = first_hit(monoid, read(x, x.shape), kept, a, x.shape, f"arg{monoid}")
     return _keep(value, x.shape, kept, keepdims, f"arg{monoid}", "i32")
 
 
-def first_hit(monoid: str, body: Expr, kept: Sequence[int], axis: int, extents: Any, name: str) -> Expr:
+def first_hit(
+    monoid: str, body: Expr, kept: Sequence[int], axis: int, extents: Any, name: str
+) -> Expr:
     """The least index whose element equals the row's extreme."""
     if body.dtype == "bool":
         body = E.cast(body, "i32")
@@ -171,14 +209,18 @@ def cumsum(x: Stage, axis: int) -> Stage:
     j = len(x.shape)
     body = E.substitute(read(x, x.shape), {a: E.index(j)})
     value = running_sum(body, a, j, [*x.shape, x.shape[a]], "cumsum")
-    return map_stage(x.shape, value, "cumsum", dtype=x.dtype if x.dtype != "bool" else "i32")
+    return map_stage(
+        x.shape, value, "cumsum", dtype=x.dtype if x.dtype != "bool" else "i32"
+    )
 
 
 def running_sum(body: Expr, out: int, red: int, extents: Any, name: str) -> Expr:
     """Σ over ``red ≤ out`` of a body over the axis ``red``."""
     if body.dtype == "bool":
         body = E.cast(body, "i32")
-    masked = E.where(E.apply("le", E.index(red), E.index(out)), body, E.const(0, body.dtype))
+    masked = E.where(
+        E.apply("le", E.index(red), E.index(out)), body, E.const(0, body.dtype)
+    )
     kept = [k for k in range(len(extents)) if k != red]
     return make_reduce("sum", masked, kept, [red], extents, name)
 
@@ -189,7 +231,9 @@ def running_sum(body: Expr, out: int, red: int, extents: Any, name: str) -> Expr
 def matmul(a: Stage, b: Stage) -> Stage:
     """``a @ b`` with NumPy's rules for ranks 1, 2 and batches."""
     if not a.shape or not b.shape:
-        raise ShapeError("@ needs arrays of at least one dimension", where=E.user_location())
+        raise ShapeError(
+            "@ needs arrays of at least one dimension", where=E.user_location()
+        )
     left, right = a.shape, b.shape
     k, kb = left[-1], right[-2] if len(right) > 1 else right[0]
     if k != kb:
@@ -212,7 +256,9 @@ def matmul(a: Stage, b: Stage) -> Stage:
     row = [len(batch)] if m else []
     col = [len(batch) + len(m)] if n else []
     body = at(a, [*row, red]) * at(b, [red, *col])
-    value = make_reduce("sum", body, range(red), [red], [*out, k], "matmul", loc=E.user_location())
+    value = make_reduce(
+        "sum", body, range(red), [red], [*out, k], "matmul", loc=E.user_location()
+    )
     return map_stage(out, value, "matmul", dtype=_storage([a, b], value))
 
 
@@ -223,7 +269,9 @@ def reshape(x: Stage, shape: Sequence[int]) -> Stage:
     """The same elements in row-major order under another shape; one size may be -1."""
     new = list(shape)
     if new.count(-1) > 1:
-        raise ShapeError(f"reshape to {tuple(shape)}: more than one -1", where=E.user_location())
+        raise ShapeError(
+            f"reshape to {tuple(shape)}: more than one -1", where=E.user_location()
+        )
     if -1 in new:
         rest = math.prod(n for n in new if n != -1)
         new[new.index(-1)] = x.size // rest if rest else 0
@@ -240,7 +288,9 @@ def reshape(x: Stage, shape: Sequence[int]) -> Stage:
     if all(a % b == 0 for a, b in zip(cuts, cuts[1:], strict=False)):
         return _reshape_digits(x, new, cuts)
     flat = merge(range(len(new)), new)
-    return map_stage(new, E.load(x, split(flat, x.shape, new)), "reshape", dtype=x.dtype)
+    return map_stage(
+        new, E.load(x, split(flat, x.shape, new)), "reshape", dtype=x.dtype
+    )
 
 
 def _suffixes(shape: Sequence[int]) -> set[int]:
@@ -248,35 +298,54 @@ def _suffixes(shape: Sequence[int]) -> set[int]:
 
 
 def _reshape_digits(x: Stage, new: Sequence[int], cuts: list[int]) -> Stage:
-    """A reshape whose sizes share a common refinement: merged and split axes, no division."""
+    """A reshape whose sizes share a common refinement: merged and split axes, no
+    division.
+    """
     ext = [a // b for a, b in zip(cuts, cuts[1:], strict=False)]
 
     def groups(shape: Sequence[int]) -> list[tuple[int, ...]]:
         out, top = [], math.prod(shape)
         for n in shape:
             low = top // n
-            out.append(tuple(k for k in range(len(ext)) if low <= cuts[k + 1] and cuts[k] <= top) if n > 1 else ())
+            out.append(
+                tuple(
+                    k for k in range(len(ext)) if low <= cuts[k + 1] and cuts[k] <= top
+                )
+                if n > 1
+                else ()
+            )
             top = low
         return out
 
     idx = [merge(g, ext) for g in groups(x.shape)]
-    return map_stage(ext, E.load(x, idx), "reshape", groups=tuple(groups(new)), dtype=x.dtype)
+    return map_stage(
+        ext, E.load(x, idx), "reshape", groups=tuple(groups(new)), dtype=x.dtype
+    )
 
 
 def transpose(x: Stage, order: Sequence[int] | None = None) -> Stage:
     """Permuted axes; reversed by default."""
     rank = len(x.shape)
-    perm = list(reversed(range(rank))) if order is None else [normal_axis(a, rank) for a in order]
+    perm = (
+        list(reversed(range(rank)))
+        if order is None
+        else [normal_axis(a, rank) for a in order]
+    )
     if sorted(perm) != list(range(rank)):
-        raise AxisError(f"{order} is no permutation of {rank} axes", where=E.user_location())
+        raise AxisError(
+            f"{order} is no permutation of {rank} axes", where=E.user_location()
+        )
     idx: list[Expr] = [E.const(0)] * rank
     for k, a in enumerate(perm):
         idx[a] = E.index(k)
-    return map_stage([x.shape[a] for a in perm], E.load(x, idx), "transpose", dtype=x.dtype)
+    return map_stage(
+        [x.shape[a] for a in perm], E.load(x, idx), "transpose", dtype=x.dtype
+    )
 
 
 def get(x: Stage, key: Any, arrays: Sequence[Stage]) -> Stage:
-    """Basic indexing (ints, slices with steps, None, ...), or an integer array on the first axis.
+    """Basic indexing (ints, slices with steps, None, ...), or an integer array on the
+    first axis.
 
     An integer array stands in ``key`` as ``("array", position in arrays)``.
     """
@@ -284,11 +353,16 @@ def get(x: Stage, key: Any, arrays: Sequence[Stage]) -> Stage:
     if items and _is_array(items[0]):
         ids = arrays[items[0][1]]
         if len(items) > 1:
-            raise ShapeError("an integer array indexes the first axis alone", where=E.user_location())
+            raise ShapeError(
+                "an integer array indexes the first axis alone", where=E.user_location()
+            )
         return take(x, ids)
     used = sum(1 for i in items if i is not None and i is not Ellipsis)
     if used > len(x.shape):
-        raise AxisError(f"{used} indices for {len(x.shape)} dimensions {x.shape}", where=E.user_location())
+        raise AxisError(
+            f"{used} indices for {len(x.shape)} dimensions {x.shape}",
+            where=E.user_location(),
+        )
     if Ellipsis in items:
         at = items.index(Ellipsis)
         items[at : at + 1] = [slice(None)] * (len(x.shape) - used)
@@ -305,18 +379,25 @@ def get(x: Stage, key: Any, arrays: Sequence[Stage]) -> Stage:
         if isinstance(i, slice):
             start, stop, step = i.indices(n)
             length = len(range(start, stop, step))
-            idx.append(Affine({len(shape): step}, start, ()).expr() if length != 1 else E.const(start))
+            idx.append(
+                Affine({len(shape): step}, start, ()).expr()
+                if length != 1
+                else E.const(start)
+            )
             shape.append(length)
         else:
             if not -n <= i < n:
                 raise IndexRangeError(
-                    f"index {i} is out of range for axis {axis} of size {n}", where=E.user_location()
+                    f"index {i} is out of range for axis {axis} of size {n}",
+                    where=E.user_location(),
                 )
             idx.append(E.const(int(i) % n))
         axis += 1
     if 0 in shape:
         return full(shape, E.const(0), x.dtype)
-    return map_stage(shape, E.load(x, idx), "slice", dtype=x.dtype, loc=E.user_location())
+    return map_stage(
+        shape, E.load(x, idx), "slice", dtype=x.dtype, loc=E.user_location()
+    )
 
 
 def _is_array(i: Any) -> bool:
@@ -326,15 +407,22 @@ def _is_array(i: Any) -> bool:
 def take(x: Stage, ids: Stage) -> Stage:
     """Rows ``x[ids]``."""
     if ids.dtype not in E.INTS:
-        raise DTypeError(f"an index array is {ids.dtype}; it must be i32 or u32", where=E.user_location())
+        raise DTypeError(
+            f"an index array is {ids.dtype}; it must be i32 or u32",
+            where=E.user_location(),
+        )
     if not x.shape:
-        raise AxisError("an array without dimensions cannot be indexed", where=E.user_location())
+        raise AxisError(
+            "an array without dimensions cannot be indexed", where=E.user_location()
+        )
     rank = len(ids.shape)
     row = E.cast(read(ids, ids.shape), "i32")
     idx = [row, *(E.index(rank + k) for k in range(len(x.shape) - 1))]
     body = E.load(x, idx)
     body.loc = body.loc or E.user_location()
-    return map_stage([*ids.shape, *x.shape[1:]], body, "take", dtype=x.dtype, loc=E.user_location())
+    return map_stage(
+        [*ids.shape, *x.shape[1:]], body, "take", dtype=x.dtype, loc=E.user_location()
+    )
 
 
 def concatenate(xs: Sequence[Stage], axis: int = 0) -> Stage:
@@ -344,8 +432,15 @@ def concatenate(xs: Sequence[Stage], axis: int = 0) -> Stage:
     rank = len(xs[0].shape)
     a = normal_axis(axis, rank)
     for x in xs:
-        if len(x.shape) != rank or any(p != q for k, (p, q) in enumerate(zip(x.shape, xs[0].shape, strict=True)) if k != a):
-            raise ShapeError(f"concatenate of shapes {[x.shape for x in xs]} along axis {a}", where=E.user_location())
+        if len(x.shape) != rank or any(
+            p != q
+            for k, (p, q) in enumerate(zip(x.shape, xs[0].shape, strict=True))
+            if k != a
+        ):
+            raise ShapeError(
+                f"concatenate of shapes {[x.shape for x in xs]} along axis {a}",
+                where=E.user_location(),
+            )
     shape = list(xs[0].shape)
     shape[a] = sum(x.shape[a] for x in xs)
     parts = [x for x in xs if x.shape[a]] or [xs[0]]
@@ -360,7 +455,9 @@ def concatenate(xs: Sequence[Stage], axis: int = 0) -> Stage:
     result = same[-1]
     for (end, _), body in zip(reversed(bodies[:-1]), reversed(same[:-1]), strict=True):
         result = E.where(E.apply("lt", E.index(a), E.const(end)), body, result)
-    return map_stage(shape, result, "concatenate", dtype=_storage(xs, result), loc=E.user_location())
+    return map_stage(
+        shape, result, "concatenate", dtype=_storage(xs, result), loc=E.user_location()
+    )
 
 
 def stack(xs: Sequence[Stage], axis: int = 0) -> Stage:
@@ -374,7 +471,9 @@ def stack(xs: Sequence[Stage], axis: int = 0) -> Stage:
 def pad(x: Stage, widths: Sequence[tuple[int, int]], value: Expr) -> Stage:
     """Add elements of one value before and after along each axis."""
     if len(widths) != len(x.shape) or any(w < 0 for pair in widths for w in pair):
-        raise ShapeError(f"pad widths {list(widths)} for shape {x.shape}", where=E.user_location())
+        raise ShapeError(
+            f"pad widths {list(widths)} for shape {x.shape}", where=E.user_location()
+        )
     shape = [lo + n + hi for n, (lo, hi) in zip(x.shape, widths, strict=True)]
     if 0 in x.shape:
         return full(shape, value, x.dtype)
@@ -392,24 +491,43 @@ def pad(x: Stage, widths: Sequence[tuple[int, int]], value: Expr) -> Stage:
 
 
 def update_slice(base: Stage, new: Stage, axis: int, start: Expr) -> Stage:
-    """``base`` with ``new`` in place of the positions from ``start`` on along an axis."""
+    """``base`` with ``new`` in place of the positions from ``start`` on along an axis.
+    """
     rank = len(base.shape)
     a = normal_axis(axis, rank)
     if len(new.shape) != rank or any(
-        p != q for k, (p, q) in enumerate(zip(base.shape, new.shape, strict=True)) if k != a
+        p != q
+        for k, (p, q) in enumerate(zip(base.shape, new.shape, strict=True))
+        if k != a
     ):
-        raise ShapeError(f"update_slice of {new.shape} into {base.shape} along axis {a}", where=E.user_location())
+        raise ShapeError(
+            f"update_slice of {new.shape} into {base.shape} along axis {a}",
+            where=E.user_location(),
+        )
     if new.shape[a] > base.shape[a]:
         raise ShapeError(
             f"update_slice: {new.shape[a]} positions do not fit into axis {a} of size {base.shape[a]}",
             where=E.user_location(),
         )
     start = E.cast(start, "i32")
-    # As in XLA the start is moved so that the slice fits; a start from the host was checked before.
-    start = E.apply("minimum", E.apply("maximum", start, 0), E.size(base.shape[a] - new.shape[a]))
+    # As in XLA the start is moved so that the slice fits; a start from the host was
+    # checked before.
+    start = E.apply(
+        "minimum", E.apply("maximum", start, 0), E.size(base.shape[a] - new.shape[a])
+    )
     here = E.index(a)
     idx = [E.index(k) for k in range(rank)]
     idx[a] = here - start
-    inside = E.apply("and", E.apply("le", start, here), E.apply("lt", here, start + E.size(new.shape[a])))
-    body = E.where(inside, E.cast(E.load(new, idx), whole(base).dtype), E.load(base, [E.index(k) for k in range(rank)]))
-    return map_stage(base.shape, body, "update_slice", dtype=base.dtype, loc=E.user_location())
+    inside = E.apply(
+        "and",
+        E.apply("le", start, here),
+        E.apply("lt", here, start + E.size(new.shape[a])),
+    )
+    body = E.where(
+        inside,
+        E.cast(E.load(new, idx), whole(base).dtype),
+        E.load(base, [E.index(k) for k in range(rank)]),
+    )
+    return map_stage(
+        base.shape, body, "update_slice", dtype=base.dtype, loc=E.user_location()
+    )

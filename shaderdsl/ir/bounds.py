@@ -1,4 +1,6 @@
-"""Whether an index can leave its axis: by intervals, by the guards around it, or by looking at the ids before a launch."""
+"""Whether an index can leave its axis: by intervals, by the guards around it, or by
+looking at the ids before a launch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from .indexmap import affine, interval
 
 @dataclass(frozen=True)
 class HostCheck:
-    """An index that depends on ids: to be looked at before a launch when the ids come from the host.
+    """An index that depends on ids: to be looked at before a launch when the ids come
+    from the host.
 
     Wherever all ``guards`` hold, ``0 <= index < extent`` must hold.
     """
@@ -30,14 +33,18 @@ class HostCheck:
 def check_ranges(
     root: Expr, extents: Sequence[int], names: Mapping[int, str], op: str
 ) -> list[HostCheck]:
-    """Refuse an index that can leave its axis; give the checks that need the ids themselves.
+    """Refuse an index that can leave its axis; give the checks that need the ids
+    themselves.
 
     Raises:
-        IndexRangeError: at the user's line, for an index map that no guard keeps in range.
+        IndexRangeError: at the user's line, for an index map that no guard keeps in
+            range.
     """
     checks: list[HostCheck] = []
     seen: set[tuple[Expr, tuple[Expr, ...]]] = set()
-    stack: list[tuple[Expr, tuple[Expr, ...], tuple[int, ...]]] = [(root, (), tuple(extents))]
+    stack: list[tuple[Expr, tuple[Expr, ...], tuple[int, ...]]] = [
+        (root, (), tuple(extents))
+    ]
     memo: dict[tuple[int, ...], dict[Expr, tuple[int, int]]] = {}
     while stack:
         node, guards, space = stack.pop()
@@ -73,8 +80,17 @@ def check_ranges(
     return checks
 
 
-def _host_check(node: Expr, i: Expr, n: int, guards: tuple[Expr, ...], space: tuple[int, ...], op: str) -> HostCheck:
-    return HostCheck(i, n, guards, space, node.data.name, f"{op} ({node.loc or E.user_location()})")
+def _host_check(
+    node: Expr,
+    i: Expr,
+    n: int,
+    guards: tuple[Expr, ...],
+    space: tuple[int, ...],
+    op: str,
+) -> HostCheck:
+    return HostCheck(
+        i, n, guards, space, node.data.name, f"{op} ({node.loc or E.user_location()})"
+    )
 
 
 def _with(guards: tuple[Expr, ...], more: Sequence[Expr]) -> tuple[Expr, ...]:
@@ -113,14 +129,22 @@ def _negated(c: Expr) -> list[Expr]:
 
 
 def _carry(node: Expr, guards: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    """Guards around a load of a reduction, in the axes of its body, where the load's indices are plain axes."""
+    """Guards around a load of a reduction, in the axes of its body, where the load's
+    indices are plain axes.
+    """
     back = {i.data: E.index(k) for k, i in enumerate(node.args) if i.kind == "index"}
-    return tuple(E.substitute(g, back) for g in guards if all(a in back for a in E.bits(g.free)))
+    return tuple(
+        E.substitute(g, back) for g in guards if all(a in back for a in E.bits(g.free))
+    )
 
 
 def _facts(g: Expr) -> list[Expr]:
     """Expressions that a guard makes ≤ 0."""
-    if g.kind != "apply" or g.data not in ("lt", "le", "eq") or g.args[0].dtype != "i32":
+    if (
+        g.kind != "apply"
+        or g.data not in ("lt", "le", "eq")
+        or g.args[0].dtype != "i32"
+    ):
         return []
     d = g.args[0] - g.args[1]
     return [d + 1] if g.data == "lt" else [d] if g.data == "le" else [d, -d]

@@ -1,6 +1,8 @@
-"""Derivatives of graphs. One rule a primitive (its pullback), one a monoid, one for a load; none for an op.
+"""Derivatives of graphs. One rule a primitive (its pullback), one a monoid, one for a
+load; none for an op.
 
-The result is an ordinary graph: it is fused, printed and differentiated again like any other.
+The result is an ordinary graph: it is fused, printed and differentiated again like any
+other.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from .indexmap import Affine, affine, digits, merge, split
 from .primitives import PRIMITIVES
 from .stage import Groups, Stage, make_reduce, map_stage, topo_stages, whole
 
-# A contribution to an adjoint: given the adjoint's axes (extents, groups), an expression over them.
+# A contribution to an adjoint: given the adjoint's axes (extents, groups), an
+# expression over them.
 Contribution = Callable[[tuple[int, ...], Groups], Expr]
 
 
@@ -38,7 +41,11 @@ def _dependent(stage: Stage, dep: set[Stage]) -> set[Expr]:
         if n.kind == "load":
             if n.data in dep:
                 hot.add(n)
-        elif n.dtype == "f32" and n.kind == "apply" and PRIMITIVES[n.data].pull is not None:
+        elif (
+            n.dtype == "f32"
+            and n.kind == "apply"
+            and PRIMITIVES[n.data].pull is not None
+        ):
             if any(x in hot for x in n.args):
                 hot.add(n)
     return hot
@@ -49,7 +56,9 @@ def _dependent(stage: Stage, dep: set[Stage]) -> set[Expr]:
 
 @dataclass
 class _Adjoint:
-    """What has been collected for one stage: contributions, and the digits that its readers see."""
+    """What has been collected for one stage: contributions, and the digits that its
+    readers see.
+    """
 
     parts: list[Contribution] = field(default_factory=list)
     cuts: list[set[int]] = field(default_factory=list)
@@ -58,7 +67,8 @@ class _Adjoint:
 def vjp(
     outs: Sequence[Stage], cotangents: Sequence[Stage | None], wrt: Sequence[Stage]
 ) -> list[Stage | None]:
-    """Cotangents of ``wrt`` given those of ``outs``; None where nothing depends on it."""
+    """Cotangents of ``wrt`` given those of ``outs``; None where nothing depends on it.
+    """
     order = topo_stages([*outs, *wrt])
     dep = dependent_stages(order, wrt)
     adjoints = {s: _Adjoint() for s in order}
@@ -91,7 +101,9 @@ def _read(g: Stage) -> Contribution:
 
 
 def _collect(s: Stage, adjoint: _Adjoint) -> Stage:
-    """Sum the contributions over the common refinement of the axes that the producer and its readers use."""
+    """Sum the contributions over the common refinement of the axes that the producer
+    and its readers use.
+    """
     ext, groups = s.ext, s.groups
     if adjoint.cuts:
         ext, groups = (), ()
@@ -111,8 +123,12 @@ def _collect(s: Stage, adjoint: _Adjoint) -> Stage:
     return map_stage(ext, total, f"d_{s.name}", groups=groups, dtype="f32", loc=s.loc)
 
 
-def _pull_stage(s: Stage, a: Stage, dep: set[Stage], adjoints: dict[Stage, _Adjoint]) -> None:
-    """Pull the cotangent of one stage through its monoid and its body to the stages that it loads."""
+def _pull_stage(
+    s: Stage, a: Stage, dep: set[Stage], adjoints: dict[Stage, _Adjoint]
+) -> None:
+    """Pull the cotangent of one stage through its monoid and its body to the stages
+    that it loads.
+    """
     assert s.body is not None
     g = _pull_monoid(s, E.load(a, [merge(group, s.ext) for group in s.groups]))
     hot = _dependent(s, dep)
@@ -139,9 +155,16 @@ def _pull_stage(s: Stage, a: Stage, dep: set[Stage], adjoints: dict[Stage, _Adjo
 
 
 def _peel(g: Expr) -> tuple[list[Expr], Expr]:
-    """``where(c, g, 0)`` as (conditions, g): pullbacks are linear, so a structural zero stays an exact zero."""
+    """``where(c, g, 0)`` as (conditions, g): pullbacks are linear, so a structural zero
+    stays an exact zero.
+    """
     conditions = []
-    while g.kind == "apply" and g.data == "where" and g.args[2].kind == "const" and g.args[2].data == 0:
+    while (
+        g.kind == "apply"
+        and g.data == "where"
+        and g.args[2].kind == "const"
+        and g.args[2].data == 0
+    ):
         conditions.append(g.args[0])
         g = g.args[1]
     return conditions[::-1], g
@@ -167,8 +190,24 @@ def monoid_partial(s: Stage) -> Expr:
         return E.where(E.apply("eq", x, y), 1.0 / count, 0.0)
     if s.monoid == "prod":
         is_zero = E.apply("eq", x, 0.0)
-        zeros = make_reduce("sum", E.where(is_zero, 1.0, 0.0), out, red, space, f"{s.name}_zeros", loc=s.loc)
-        others = make_reduce("prod", E.where(is_zero, 1.0, x), out, red, space, f"{s.name}_nonzero", loc=s.loc)
+        zeros = make_reduce(
+            "sum",
+            E.where(is_zero, 1.0, 0.0),
+            out,
+            red,
+            space,
+            f"{s.name}_zeros",
+            loc=s.loc,
+        )
+        others = make_reduce(
+            "prod",
+            E.where(is_zero, 1.0, x),
+            out,
+            red,
+            space,
+            f"{s.name}_nonzero",
+            loc=s.loc,
+        )
         at_zero = E.where(E.apply("eq", zeros, 1.0), others, 0.0)
         elsewhere = E.where(E.apply("eq", zeros, 0.0), others / x, 0.0)
         return E.where(is_zero, at_zero, elsewhere)
@@ -180,24 +219,36 @@ def _refine(adjoint: _Adjoint, n: Expr, space: Sequence[int]) -> None:
     target: Stage = n.data
     if not adjoint.cuts:
         adjoint.cuts = [
-            {math.prod(target.ext[q] for q in g[k + 1 :]) for k in range(len(g))} or {1} for g in target.groups
+            {math.prod(target.ext[q] for q in g[k + 1 :]) for k in range(len(g))} or {1}
+            for g in target.groups
         ]
     for dim, i in enumerate(n.args):
         d = digits(i, space)
-        if d is None or math.prod(o.extent for o in d) != target.shape[dim] or target.shape[dim] == 0:
+        if (
+            d is None
+            or math.prod(o.extent for o in d) != target.shape[dim]
+            or target.shape[dim] == 0
+        ):
             continue
-        cuts = adjoint.cuts[dim] | {math.prod(o.extent for o in d[k + 1 :]) for k in range(len(d))}
+        cuts = adjoint.cuts[dim] | {
+            math.prod(o.extent for o in d[k + 1 :]) for k in range(len(d))
+        }
         steps = sorted(cuts | {1})
-        if all(b % a == 0 for a, b in zip(steps, [*steps[1:], target.shape[dim]], strict=True)):
+        if all(
+            b % a == 0
+            for a, b in zip(steps, [*steps[1:], target.shape[dim]], strict=True)
+        ):
             adjoint.cuts[dim] = cuts
 
 
-# ------------------------------------------------------------------ the adjoint of a load
+# ------------------------------------------------------------------ the adjoint of a
+# load
 
 
 @dataclass
 class _Solution:
-    """Consumer axes in terms of the target's, what must hold, and equations that stay."""
+    """Consumer axes in terms of the target's, what must hold, and equations that stay.
+    """
 
     axes: dict[int, Expr | None] = field(default_factory=dict)
     guards: list[Expr] = field(default_factory=list)
@@ -206,20 +257,26 @@ class _Solution:
 
 
 def _pull_load(n: Expr, g: Expr, consumer: Stage) -> Contribution:
-    """Σ over the consumer's axes of ``where(target == index, g, 0)``, equations solved where they can be."""
+    """Σ over the consumer's axes of ``where(target == index, g, 0)``, equations solved
+    where they can be.
+    """
     space = consumer.space
 
     def build(ext: tuple[int, ...], groups: Groups) -> Expr:
         off = len(ext)
         s = _Solution()
         for i, group in zip(n.args, groups, strict=True):
-            _solve_dim(i, merge(group, ext), math.prod(ext[a] for a in group), ext, space, s)
+            _solve_dim(
+                i, merge(group, ext), math.prod(ext[a] for a in group), ext, space, s
+            )
         rest = [a for a in range(len(space)) if a not in s.axes]
         axes = {a: v for a, v in s.axes.items() if v is not None}
         axes.update({a: E.index(off + a) for a in rest})
         guards = list(s.guards)
         for target, a, form in s.later:
-            others = Affine({q: k for q, k in form.axes.items() if q != a}, form.const, ()).expr()
+            others = Affine(
+                {q: k for q, k in form.axes.items() if q != a}, form.const, ()
+            ).expr()
             left = E.substitute(others, axes)
             v = target - left if form.axes[a] > 0 else left - target
             axes[a] = v
@@ -230,7 +287,13 @@ def _pull_load(n: Expr, g: Expr, consumer: Stage) -> Contribution:
             return body
         extents = dict(enumerate(ext)) | {off + a: space[a] for a in rest}
         return make_reduce(
-            "sum", body, range(off), [off + a for a in rest], extents, f"d_{n.data.name}", loc=n.loc
+            "sum",
+            body,
+            range(off),
+            [off + a for a in rest],
+            extents,
+            f"d_{n.data.name}",
+            loc=n.loc,
         )
 
     return build
@@ -241,7 +304,12 @@ def _within(v: Expr, n: int) -> list[Expr]:
 
 
 def _solve_dim(
-    i: Expr, target: Expr, extent: int, ext: Sequence[int], space: Sequence[int], s: _Solution
+    i: Expr,
+    target: Expr,
+    extent: int,
+    ext: Sequence[int],
+    space: Sequence[int],
+    s: _Solution,
 ) -> None:
     """Solve ``target == i`` for consumer axes, for one dimension."""
     d = digits(i, space)
@@ -268,7 +336,9 @@ def _solve_dim(
             return
         v = target - form.const if k > 0 else E.const(form.const) - target
         if abs(k) > 1:
-            s.guards.append(E.apply("eq", E.apply("mod", v, E.const(abs(k))), E.const(0)))
+            s.guards.append(
+                E.apply("eq", E.apply("mod", v, E.const(abs(k))), E.const(0))
+            )
             v = E.apply("floordiv", v, E.const(abs(k)))
         s.axes[a] = v
         s.guards += _within(v, space[a])
@@ -293,8 +363,11 @@ def _solve_dim(
 # ------------------------------------------------------------------ forward mode
 
 
-def jvp(outs: Sequence[Stage], wrt: Sequence[Stage], tangents: Sequence[Stage]) -> list[Stage | None]:
-    """Tangents of ``outs`` given those of ``wrt``; None where the derivative is zero."""
+def jvp(
+    outs: Sequence[Stage], wrt: Sequence[Stage], tangents: Sequence[Stage]
+) -> list[Stage | None]:
+    """Tangents of ``outs`` given those of ``wrt``; None where the derivative is zero.
+    """
     order = topo_stages([*outs, *wrt])
     dep = dependent_stages(order, wrt)
     tangent: dict[Stage, Stage] = dict(zip(wrt, tangents, strict=True))

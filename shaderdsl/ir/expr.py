@@ -1,7 +1,8 @@
 """Scalar expressions over positional axes: immutable, interned, compared by identity.
 
-``Expr`` is what the compiler computes with; people write :class:`~shaderdsl.ir.trace.Value`. Two expressions that
-are built alike are one object, so a common subexpression costs nothing to find and a memo can be keyed by the node.
+``Expr`` is what the compiler computes with; people write
+:class:`~shaderdsl.ir.trace.Value`. Two expressions that are built alike are one object,
+so a common subexpression costs nothing to find and a memo can be keyed by the node.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ DTYPES = ("f32", "f16", "i32", "u32", "bool")
 
 
 class Expr:
-    """One node. ``kind`` is const, index, size, scalar, load or apply (see ``docs/design.md``).
+    """One node. ``kind`` is const, index, size, scalar, load or apply (see
+    ``docs/design.md``).
 
-    ``free`` is the bit mask of axes that the value depends on; ``loc`` is the user's ``file:line`` where the node was
-    first made and ``label`` what the op calls a loaded operand; neither is part of its identity.
+    ``free`` is the bit mask of axes that the value depends on; ``loc`` is the user's
+    ``file:line`` where the node was first made and ``label`` what the op calls a loaded
+    operand; neither is part of its identity.
     """
 
     __slots__ = ("kind", "args", "data", "dtype", "free", "loc", "label", "__weakref__")
@@ -69,15 +72,25 @@ class Expr:
         return show(self)
 
 
-_table: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
+_table: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = (
+    weakref.WeakValueDictionary()
+)
 
 
-def _make(kind: str, args: tuple[Expr, ...], data: Any, dtype: str, free: int, key: Any) -> Expr:
+def _make(
+    kind: str, args: tuple[Expr, ...], data: Any, dtype: str, free: int, key: Any
+) -> Expr:
     full = (kind, args, key)
     node = _table.get(full)
     if node is None:
         node = object.__new__(Expr)
-        node.kind, node.args, node.data, node.dtype, node.free = kind, args, data, dtype, free
+        node.kind, node.args, node.data, node.dtype, node.free = (
+            kind,
+            args,
+            data,
+            dtype,
+            free,
+        )
         node.loc = node.label = None
         _table[full] = node
     return node
@@ -87,9 +100,16 @@ def _make(kind: str, args: tuple[Expr, ...], data: Any, dtype: str, free: int, k
 
 
 def const(value: bool | int | float, dtype: str | None = None) -> Expr:
-    """A number. Keys hold the type and the bits, so 1, 1.0, True and -0.0 stay apart."""
+    """A number. Keys hold the type and the bits, so 1, 1.0, True and -0.0 stay apart.
+    """
     if dtype is None:
-        dtype = "bool" if isinstance(value, bool) else "i32" if isinstance(value, int) else "f32"
+        dtype = (
+            "bool"
+            if isinstance(value, bool)
+            else "i32"
+            if isinstance(value, int)
+            else "f32"
+        )
     if dtype == "bool":
         value = bool(value)
     elif dtype in INTS:
@@ -106,7 +126,9 @@ def index(axis: int) -> Expr:
 
 
 def size(value: int | float, dtype: str = "i32") -> Expr:
-    """A number that is known when planned but printed as a runtime parameter: an extent, an option of an op."""
+    """A number that is known when planned but printed as a runtime parameter: an
+    extent, an option of an op.
+    """
     return _make("size", (), value, dtype, 0, (dtype, struct.pack("<d", value)))
 
 
@@ -119,7 +141,9 @@ def load(stage: Any, indices: Iterable[Expr]) -> Expr:
     """An element of a stage: one integer expression for each dimension of its shape."""
     idx = tuple(indices)
     if len(idx) != len(stage.shape):
-        raise CompilerError(f"a load of {stage} has {len(idx)} indices for shape {stage.shape}")
+        raise CompilerError(
+            f"a load of {stage} has {len(idx)} indices for shape {stage.shape}"
+        )
     dtype = "f32" if stage.dtype == "f16" else stage.dtype
     # Nothing can be read from an empty array, so that no kernel ever has to bind one.
     if 0 in stage.shape:
@@ -144,7 +168,11 @@ def cast(value: Expr, dtype: str) -> Expr:
         dtype = "f32"
     if value.dtype == dtype:
         return value
-    if value.kind == "const" and dtype != "bool" and (dtype == "f32" or float(value.data).is_integer()):
+    if (
+        value.kind == "const"
+        and dtype != "bool"
+        and (dtype == "f32" or float(value.data).is_integer())
+    ):
         return const(float(value.data) if dtype == "f32" else int(value.data), dtype)
     return _make("apply", (value,), "to_" + dtype, dtype, value.free, "to_" + dtype)
 
@@ -152,7 +180,8 @@ def cast(value: Expr, dtype: str) -> Expr:
 def promote(args: list[Expr], where: str = "") -> list[Expr]:
     """Bring operands to one dtype: bool < i32, u32 < f32; constants are weak."""
     kinds = {a.dtype for a in args if a.kind != "const"} or {a.dtype for a in args}
-    # A float constant makes integers into floats; an integer constant takes the others' type.
+    # A float constant makes integers into floats; an integer constant takes the others'
+    # type.
     if "f32" in kinds or any(a.kind == "const" and a.dtype == "f32" for a in args):
         return [cast(a, "f32") for a in args]
     if "i32" in kinds and "u32" in kinds:
@@ -169,7 +198,9 @@ def promote(args: list[Expr], where: str = "") -> list[Expr]:
 
 
 def apply(name: str, *operands: Expr | bool | int | float) -> Expr:
-    """A primitive of operands, with types brought together and the simplest identities removed."""
+    """A primitive of operands, with types brought together and the simplest identities
+    removed.
+    """
     from .primitives import PRIMITIVES
 
     prim = PRIMITIVES[name]
@@ -236,7 +267,12 @@ def _simplify(name: str, a: list[Expr]) -> Expr | None:
 def _fold(name: str, a: list[Expr]) -> Expr:
     x = a[0].data
     y = a[1].data if len(a) > 1 else 0
-    value = {"add": lambda: x + y, "sub": lambda: x - y, "mul": lambda: x * y, "neg": lambda: -x}[name]()
+    value = {
+        "add": lambda: x + y,
+        "sub": lambda: x - y,
+        "mul": lambda: x * y,
+        "neg": lambda: -x,
+    }[name]()
     dtype = a[0].dtype
     if dtype == "i32":  # wraps, as the device does
         value = (value + (1 << 31)) % (1 << 32) - (1 << 31)
@@ -245,11 +281,14 @@ def _fold(name: str, a: list[Expr]) -> Expr:
     return const(value, dtype)
 
 
-# ------------------------------------------------------------------ traversal (iterative: a deep graph must not recurse)
+# ------------------------------------------------------------------ traversal
+# (iterative: a deep graph must not recurse)
 
 
 def topo(*roots: Expr, into: Callable[[Expr], bool] | None = None) -> list[Expr]:
-    """Nodes reachable from the roots, operands first. ``into(node)`` false keeps its operands out."""
+    """Nodes reachable from the roots, operands first. ``into(node)`` false keeps its
+    operands out.
+    """
     out: list[Expr] = []
     seen: set[Expr] = set()
     stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(roots)]
@@ -303,7 +342,8 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
 
 
 def rewrite(root: Expr, leaf: Callable[[Expr, tuple[Expr, ...]], Expr]) -> Expr:
-    """Rebuild from the leaves; ``leaf(node, new_args)`` gives each node's replacement."""
+    """Rebuild from the leaves; ``leaf(node, new_args)`` gives each node's replacement.
+    """
     memo: dict[Expr, Expr] = {}
     for n in topo(root):
         memo[n] = leaf(n, tuple(memo[x] for x in n.args))
@@ -342,10 +382,24 @@ def guard(conditions: Iterable[Expr], value: Expr) -> Expr:
     return value if c is None else where(c, value, const(0, value.dtype))
 
 
-# ------------------------------------------------------------------ where the user wrote it
+# ------------------------------------------------------------------ where the user
+# wrote it
 
 _HERE = __file__.rsplit("/ir/", 1)[0] + "/"
-_OWN = tuple(_HERE + d for d in ("ir/", "codegen/", "runtime/", "ops/", "nn/", "function.py", "array.py", "namespace.py", "random.py"))
+_OWN = tuple(
+    _HERE + d
+    for d in (
+        "ir/",
+        "codegen/",
+        "runtime/",
+        "ops/",
+        "nn/",
+        "function.py",
+        "array.py",
+        "namespace.py",
+        "random.py",
+    )
+)
 
 
 def user_location(skip: int = 1) -> str | None:

@@ -1,7 +1,8 @@
 """Index arithmetic: affine forms, intervals, mixed-radix digits.
 
-An index map is an integer expression of axes. Most are affine sums; flattened axes are digits of a mixed-radix number.
-Here maps are taken apart (to find addresses, to solve ``target == map(axes)`` for an axis) and put together again.
+An index map is an integer expression of axes. Most are affine sums; flattened axes are
+digits of a mixed-radix number. Here maps are taken apart (to find addresses, to solve
+``target == map(axes)`` for an axis) and put together again.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Affine:
 
 
 def affine(e: Expr) -> Affine:
-    """Take a sum apart. Products by constants distribute; anything else is a term of its own."""
+    """Take a sum apart. Products by constants distribute; anything else is a term of
+    its own.
+    """
     axes: dict[int, int] = {}
     rest: dict[Expr, int] = {}
     total = 0
@@ -68,12 +71,17 @@ def affine(e: Expr) -> Affine:
         else:
             rest[n] = rest.get(n, 0) + k
     return Affine(
-        {a: k for a, k in axes.items() if k}, total, tuple((k, n) for n, k in rest.items() if k)
+        {a: k for a, k in axes.items() if k},
+        total,
+        tuple((k, n) for n, k in rest.items() if k),
     )
 
 
-def interval(e: Expr, extents: Extents, memo: dict[Expr, tuple[int, int]] | None = None) -> tuple[int, int]:
-    """Least and greatest value of an integer expression, given the extents of its axes."""
+def interval(
+    e: Expr, extents: Extents, memo: dict[Expr, tuple[int, int]] | None = None
+) -> tuple[int, int]:
+    """Least and greatest value of an integer expression, given the extents of its axes.
+    """
     if memo is None:
         memo = {}
     if e in memo:
@@ -82,7 +90,9 @@ def interval(e: Expr, extents: Extents, memo: dict[Expr, tuple[int, int]] | None
     return result
 
 
-def _interval(e: Expr, extents: Extents, memo: dict[Expr, tuple[int, int]]) -> tuple[int, int]:
+def _interval(
+    e: Expr, extents: Extents, memo: dict[Expr, tuple[int, int]]
+) -> tuple[int, int]:
     value = number(e)
     if value is not None:
         return value, value
@@ -99,9 +109,9 @@ def _interval(e: Expr, extents: Extents, memo: dict[Expr, tuple[int, int]]) -> t
                 return min(ends), max(ends)
             return _LOW, _HIGH
         low = high = form.const
-        for k, (p, q) in [(k, interval(index(a), extents, memo)) for a, k in form.axes.items()] + [
-            (k, interval(n, extents, memo)) for k, n in form.rest
-        ]:
+        for k, (p, q) in [
+            (k, interval(index(a), extents, memo)) for a, k in form.axes.items()
+        ] + [(k, interval(n, extents, memo)) for k, n in form.rest]:
             low += min(k * p, k * q)
             high += max(k * p, k * q)
         return low, high
@@ -137,7 +147,9 @@ def merge(axes: Sequence[int], extents: Extents) -> Expr:
 
 
 def divmod_index(e: Expr, p: int, extents: Extents) -> tuple[Expr, Expr]:
-    """Quotient and remainder by a positive number, simplified where the affine form allows."""
+    """Quotient and remainder by a positive number, simplified where the affine form
+    allows.
+    """
     if p <= 1:
         return e, const(0)
     form = affine(e)
@@ -161,7 +173,9 @@ def divmod_index(e: Expr, p: int, extents: Extents) -> tuple[Expr, Expr]:
 
 
 def split(e: Expr, radices: Sequence[int], extents: Extents) -> list[Expr]:
-    """Digits of an index in a mixed radix, most significant first; the first digit takes what is left."""
+    """Digits of an index in a mixed radix, most significant first; the first digit
+    takes what is left.
+    """
     digits: list[Expr] = []
     for p in reversed(radices[1:]):
         e, low = divmod_index(e, p, extents)
@@ -171,7 +185,9 @@ def split(e: Expr, radices: Sequence[int], extents: Extents) -> list[Expr]:
 
 @dataclass(frozen=True)
 class Digit:
-    """One digit of an index map: ``sign · index(axis) + const`` over ``extent`` values, worth ``extent`` of the next."""
+    """One digit of an index map: ``sign · index(axis) + const`` over ``extent`` values,
+    worth ``extent`` of the next.
+    """
 
     extent: int
     sign: int
@@ -180,7 +196,9 @@ class Digit:
 
 
 def digits(e: Expr, extents: Extents) -> list[Digit] | None:
-    """An index map as mixed-radix digits, most significant first, or None when it is no such number."""
+    """An index map as mixed-radix digits, most significant first, or None when it is no
+    such number.
+    """
     form = affine(e)
     if form.rest or not form.axes:
         return None
@@ -192,7 +210,10 @@ def digits(e: Expr, extents: Extents) -> list[Digit] | None:
             return None
     reversal = sum((extents[a] - 1) * -k for a, k in items if k < 0)
     if form.const == reversal:
-        return [Digit(extents[a], 1 if k > 0 else -1, a, 0 if k > 0 else extents[a] - 1) for a, k in items]
+        return [
+            Digit(extents[a], 1 if k > 0 else -1, a, 0 if k > 0 else extents[a] - 1)
+            for a, k in items
+        ]
     if len(items) == 1:
         a, k = items[0]
         return [Digit(extents[a], 1 if k > 0 else -1, a, form.const)]

@@ -58,9 +58,17 @@ def evaluate_stage(
 
 
 class _Evaluator:
-    """Values of expressions over the space of one stage; every array has one dimension an axis."""
+    """Values of expressions over the space of one stage; every array has one dimension
+    an axis.
+    """
 
-    def __init__(self, s: Stage, values: Mapping[Stage, Array], dtype: Any, scalars: Mapping[str, float]):
+    def __init__(
+        self,
+        s: Stage,
+        values: Mapping[Stage, Array],
+        dtype: Any,
+        scalars: Mapping[str, float],
+    ):
         self.s, self.values, self.dtype, self.scalars = s, values, dtype, scalars
         self.space = list(s.space)
         self.ranges = [np.arange(n, dtype=np.int32) for n in self.space]
@@ -82,7 +90,9 @@ class _Evaluator:
         if n.kind in ("const", "size"):
             return np.asarray(n.data, self.numpy_type(n.dtype)).reshape([1] * rank)
         if n.kind == "scalar":
-            return np.asarray(self.scalars[n.data], self.numpy_type(n.dtype)).reshape([1] * rank)
+            return np.asarray(self.scalars[n.data], self.numpy_type(n.dtype)).reshape(
+                [1] * rank
+            )
         if n.kind == "index":
             shape = [1] * rank
             shape[n.data] = len(self.ranges[n.data])
@@ -99,7 +109,9 @@ class _Evaluator:
             return fast
         rank = len(self.space)
         if source.size == 0:
-            shape = [len(r) if n.free >> a & 1 else 1 for a, r in enumerate(self.ranges)]
+            shape = [
+                len(r) if n.free >> a & 1 else 1 for a, r in enumerate(self.ranges)
+            ]
             return np.zeros(shape, source.dtype)
         idx = []
         for i, size in zip(n.args, source.shape, strict=True):
@@ -111,7 +123,9 @@ class _Evaluator:
         return source[tuple(idx)] if idx else source.reshape([1] * rank)
 
     def _view(self, n: Expr, source: Array) -> Array | None:
-        """A load whose indices are digits of distinct axes is a reshaped and transposed view."""
+        """A load whose indices are digits of distinct axes is a reshaped and transposed
+        view.
+        """
         shape: list[int] = []
         axes: list[int] = []
         cut: list[slice] = []
@@ -126,10 +140,14 @@ class _Evaluator:
             d = digits(i, self.space)
             if d is None:
                 return None
-            if math.prod(o.extent for o in d) == size and all(o.sign > 0 and o.const == 0 for o in d):
+            if math.prod(o.extent for o in d) == size and all(
+                o.sign > 0 and o.const == 0 for o in d
+            ):
                 shape += [o.extent for o in d]
                 cut += [slice(None)] * len(d)
-            elif len(d) == 1 and d[0].sign > 0 and 0 <= d[0].const <= size - d[0].extent:
+            elif (
+                len(d) == 1 and d[0].sign > 0 and 0 <= d[0].const <= size - d[0].extent
+            ):
                 shape.append(size)
                 cut.append(slice(d[0].const, d[0].const + d[0].extent))
             else:
@@ -139,7 +157,9 @@ class _Evaluator:
         if len(set(real)) != len(real):
             return None
         view = source.reshape(shape)[tuple(cut)]
-        view = view.reshape([m for m, a in zip(view.shape, axes, strict=True) if a >= 0])
+        view = view.reshape(
+            [m for m, a in zip(view.shape, axes, strict=True) if a >= 0]
+        )
         order = sorted(range(len(real)), key=lambda k: real[k])
         view = view.transpose(order)
         full = [1] * len(self.space)
@@ -156,7 +176,8 @@ class _Evaluator:
     # -------------------------------------------------------------- whole spaces
 
     def full(self, body: Expr, axes: Sequence[int]) -> Array:
-        """A map over all its axes, in pieces along the first when the space is large."""
+        """A map over all its axes, in pieces along the first when the space is large.
+        """
         total = math.prod(self.space)
         if total <= _PIECE or not self.space or self.space[0] <= 1:
             return self._dense(body)
@@ -192,9 +213,12 @@ class _Evaluator:
 
     def _pieces(self, body: Expr) -> Array:
         axes = tuple(range(len(self.s.ext), len(self.space)))
-        combine: Any = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[
-            self.s.monoid or "sum"
-        ]
+        combine: Any = {
+            "sum": np.add,
+            "prod": np.multiply,
+            "max": np.maximum,
+            "min": np.minimum,
+        }[self.s.monoid or "sum"]
         kind = self.numpy_type(body.dtype)
         total = math.prod(self.space)
         if total <= _PIECE:
@@ -225,7 +249,11 @@ class _Evaluator:
             else:
                 groups.append((f.free, f))
         for c in guards:
-            k = min(range(len(groups)), key=lambda q: (c.free & ~groups[q][0]).bit_count(), default=-1)
+            k = min(
+                range(len(groups)),
+                key=lambda q: (c.free & ~groups[q][0]).bit_count(),
+                default=-1,
+            )
             if k < 0:
                 return None
             groups[k] = (groups[k][0] | c.free, E.guard([c], groups[k][1]))
@@ -241,21 +269,36 @@ class _Evaluator:
         for mask, f in groups:
             v = self.value(f)
             axes = list(E.bits(mask))
-            operands += [np.broadcast_to(v, [self.space[a] if a in axes else 1 for a in range(len(self.space))])]
+            operands += [
+                np.broadcast_to(
+                    v,
+                    [self.space[a] if a in axes else 1 for a in range(len(self.space))],
+                )
+            ]
             operands[-1] = operands[-1].reshape([self.space[a] for a in axes])
             operands.append(axes)
         covered = {a for m, _ in groups for a in E.bits(m)}
         out = [a for a in range(len(self.s.ext)) if a in covered]
         r = np.einsum(*operands, out, optimize=True)
-        scale = number * math.prod(self.space[a] for a in range(len(self.s.ext), len(self.space)) if a not in covered)
+        scale = number * math.prod(
+            self.space[a]
+            for a in range(len(self.s.ext), len(self.space))
+            if a not in covered
+        )
         if scale != 1.0:
             r = r * np.asarray(scale, self.dtype)
         shape = [self.space[a] if a in covered else 1 for a in range(len(self.s.ext))]
         return np.broadcast_to(r.reshape(shape), self.s.ext)
 
     def _scatter(self, body: Expr) -> Array | None:
-        """Σ over t of where(v == ids[t], g, 0) adds each g at its place: the adjoint of a gather."""
-        if not (body.kind == "apply" and body.data == "where" and body.args[2].kind == "const"):
+        """Σ over t of where(v == ids[t], g, 0) adds each g at its place: the adjoint of
+        a gather.
+        """
+        if not (
+            body.kind == "apply"
+            and body.data == "where"
+            and body.args[2].kind == "const"
+        ):
             return None
         number, fs, guards = factors(body)
         no = len(self.s.ext)
@@ -263,7 +306,11 @@ class _Evaluator:
             if c.data != "eq" or c.args[0].dtype not in ("i32", "u32"):
                 continue
             for target, ids in (c.args, c.args[::-1]):
-                if target.kind == "index" and target.data < no and not ids.free >> target.data & 1:
+                if (
+                    target.kind == "index"
+                    and target.data < no
+                    and not ids.free >> target.data & 1
+                ):
                     v = target.data
                     if all(not g.free >> v & 1 for g in guards if g is not c) and all(
                         not f.free >> v & 1 for f in fs
@@ -273,7 +320,13 @@ class _Evaluator:
         return None
 
     def _add_at(
-        self, body: Expr, number: float, fs: list[Expr], guards: list[Expr], v: int, ids: Expr
+        self,
+        body: Expr,
+        number: float,
+        fs: list[Expr],
+        guards: list[Expr],
+        v: int,
+        ids: Expr,
     ) -> Array | None:
         no = len(self.s.ext)
         value = E.const(number) if not fs else fs[0]
@@ -285,7 +338,9 @@ class _Evaluator:
         shape = [n for a, n in enumerate(self.space) if a != v]
         if math.prod(shape) > 8 * _PIECE:
             return None
-        values = np.broadcast_to(self.value(value), [1 if a == v else n for a, n in enumerate(self.space)])
+        values = np.broadcast_to(
+            self.value(value), [1 if a == v else n for a, n in enumerate(self.space)]
+        )
         where = np.broadcast_to(self.value(ids), values.shape)
         out = np.zeros([self.space[a] for a in range(no)], values.dtype)
         valid = (where >= 0) & (where < self.space[v])
@@ -297,7 +352,9 @@ class _Evaluator:
                 grid = [1] * len(self.space)
                 grid[a] = self.space[a]
                 index.append(np.arange(self.space[a]).reshape(grid))
-        np.add.at(out, tuple(index), np.where(valid, values, np.zeros((), values.dtype)))
+        np.add.at(
+            out, tuple(index), np.where(valid, values, np.zeros((), values.dtype))
+        )
         return out
 
     def _cumulative(self, body: Expr) -> Array | None:
@@ -309,7 +366,9 @@ class _Evaluator:
         if zero.kind != "const" or zero.data != 0 or c.data != "le":
             return None
         j, i = c.args
-        if not (j.kind == "index" and i.kind == "index" and j.data == no and i.data < no):
+        if not (
+            j.kind == "index" and i.kind == "index" and j.data == no and i.data < no
+        ):
             return None
         if self.space[i.data] != self.space[no] or x.free >> i.data & 1:
             return None
@@ -327,7 +386,9 @@ def index_range(
     values: Mapping[Stage, Array],
     scalars: Mapping[str, float] | None = None,
 ) -> tuple[int, int]:
-    """Least and greatest value of an index wherever all guards hold; (0, -1) turned to (0, 0) where none do."""
+    """Least and greatest value of an index wherever all guards hold; (0, -1) turned to
+    (0, 0) where none do.
+    """
     fake = Stage("map", space, (), None, index, None, "i32", "check")
     ev = _Evaluator(fake, values, np.dtype(np.float32), scalars or {})
     free = index.free

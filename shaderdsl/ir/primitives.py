@@ -1,11 +1,14 @@
-"""The table of primitives: one row gives meaning, spelling and derivative; tests and docs follow from the row.
+"""The table of primitives: one row gives meaning, spelling and derivative; tests and
+docs follow from the row.
 
-A pullback maps ``(g, args, out)`` to a cotangent for each argument, or ``None`` where there is none. It is linear in
-``g``; because a primitive is elementwise, the same function applied to a tangent is the forward mode.
+A pullback maps ``(g, args, out)`` to a cotangent for each argument, or ``None`` where
+there is none. It is linear in ``g``; because a primitive is elementwise, the same
+function applied to a tangent is the forward mode.
 
-WGSL templates: ``{0} {1} …`` are operands; ``{F} {I} {U} {B}`` are the float, i32, u32 and bool types at the width in
-use (scalar or vec4), ``{T}`` the type of the first operand, and ``{V}`` is ``""`` or ``"_v4"``, so that one helper
-text serves both widths; ``{t}`` is the dtype of the first operand.
+WGSL templates: ``{0} {1} …`` are operands; ``{F} {I} {U} {B}`` are the float, i32, u32
+and bool types at the width in use (scalar or vec4), ``{T}`` the type of the first
+operand, and ``{V}`` is ``""`` or ``"_v4"``, so that one helper text serves both widths;
+``{t}`` is the dtype of the first operand.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ class Primitive:
         numpy: the meaning, in whatever float type it is given.
         wgsl: spelling of the kernel text; may call helpers of ``wgsl_math``.
         pull: the pullback, or None where the derivative is zero everywhere.
-        takes: ``same`` brings operands to one dtype, ``float`` to f32, ``int``, ``bool``, ``number`` check.
+        takes: ``same`` brings operands to one dtype, ``float`` to f32, ``int``,
+            ``bool``, ``number`` check.
         gives: dtype of the result; None is the dtype of the first operand.
         doc: one line.
     """
@@ -51,10 +55,16 @@ class Primitive:
         if self.takes == "where":
             c, a, b = args
             if c.dtype != "bool":
-                raise DTypeError(f"the condition of where is {c.dtype}, not bool", cure="compare it: x != 0")
+                raise DTypeError(
+                    f"the condition of where is {c.dtype}, not bool",
+                    cure="compare it: x != 0",
+                )
             return [c, *promote([a, b], "where")]
         if self.takes == "bits" and any(a.dtype == "f32" for a in args):
-            raise DTypeError(f"{self.name} takes integers or bools, not f32", cure="convert with sd.cast(x, 'i32')")
+            raise DTypeError(
+                f"{self.name} takes integers or bools, not f32",
+                cure="convert with sd.cast(x, 'i32')",
+            )
         if self.takes == "any":
             return args
         args = promote(args, self.name)
@@ -72,7 +82,13 @@ class Primitive:
 PRIMITIVES: dict[str, Primitive] = {}
 
 
-def _row(name: str, numpy: Callable[..., Any], wgsl: str, pull: Pull | None = None, **more: Any) -> None:
+def _row(
+    name: str,
+    numpy: Callable[..., Any],
+    wgsl: str,
+    pull: Pull | None = None,
+    **more: Any,
+) -> None:
     PRIMITIVES[name] = Primitive(name, numpy, wgsl, pull, **more)
 
 
@@ -81,7 +97,8 @@ def _safe(g: Expr, partial: Expr) -> Expr:
     return apply("mulz", g, partial)
 
 
-# ---------------------------------------------------------------- meanings that NumPy lacks
+# ---------------------------------------------------------------- meanings that NumPy
+# lacks
 
 
 def _erf(x: Any) -> Any:
@@ -102,7 +119,9 @@ def _erf(x: Any) -> Any:
         f = big + (k / 2) / f
     outer = 1 - np.exp(-big * big) / (f * np.sqrt(np.pi))
     r = np.sign(y) * np.where(a < 2.5, inner, np.where(np.isinf(a), 1.0, outer))
-    return np.where(np.isnan(y), np.nan, r).astype(x.dtype if x.dtype.kind == "f" else np.float64)
+    return np.where(np.isnan(y), np.nan, r).astype(
+        x.dtype if x.dtype.kind == "f" else np.float64
+    )
 
 
 def _sigmoid(x: Any) -> Any:
@@ -144,7 +163,9 @@ def _to_int(kind: str) -> Callable[[Any], Any]:
 
 def _mulz(g: Any, p: Any) -> Any:
     g = np.asarray(g)
-    return np.where(g == 0, np.zeros((), g.dtype), g * np.where(g == 0, np.ones((), g.dtype), p))
+    return np.where(
+        g == 0, np.zeros((), g.dtype), g * np.where(g == 0, np.ones((), g.dtype), p)
+    )
 
 
 def _shift(left: bool) -> Callable[[Any, Any], Any]:
@@ -169,8 +190,22 @@ def _round_trip(kind: Any) -> Callable[[Any], Any]:
 # ---------------------------------------------------------------- arithmetic
 
 _row("add", np.add, "{0} + {1}", lambda g, a, y: (g, g), takes="number", doc="a + b")
-_row("sub", np.subtract, "{0} - {1}", lambda g, a, y: (g, -g), takes="number", doc="a - b")
-_row("mul", np.multiply, "{0} * {1}", lambda g, a, y: (g * a[1], g * a[0]), takes="number", doc="a · b")
+_row(
+    "sub",
+    np.subtract,
+    "{0} - {1}",
+    lambda g, a, y: (g, -g),
+    takes="number",
+    doc="a - b",
+)
+_row(
+    "mul",
+    np.multiply,
+    "{0} * {1}",
+    lambda g, a, y: (g * a[1], g * a[0]),
+    takes="number",
+    doc="a · b",
+)
 _row(
     "mulz",
     _mulz,
@@ -209,26 +244,50 @@ _row(
     np.power,
     "sd_pow{V}({0}, {1})",
     lambda g, a, y: (
-        _safe(g, where(apply("eq", a[1], 0.0), 0.0, a[1] * apply("pow", a[0], a[1] - 1.0))),
-        _safe(g, where(apply("eq", a[0], 0.0), 0.0, y * apply("log", apply("abs", a[0])))),
+        _safe(
+            g, where(apply("eq", a[1], 0.0), 0.0, a[1] * apply("pow", a[0], a[1] - 1.0))
+        ),
+        _safe(
+            g, where(apply("eq", a[0], 0.0), 0.0, y * apply("log", apply("abs", a[0])))
+        ),
     ),
     takes="float",
     doc="a to the power b; a negative base needs an integer exponent",
 )
 
-# ---------------------------------------------------------------- comparison, logic, selection
+# ---------------------------------------------------------------- comparison, logic,
+# selection
 
 _row("lt", np.less, "{0} < {1}", takes="number", gives="bool", doc="a < b")
 _row("le", np.less_equal, "{0} <= {1}", takes="number", gives="bool", doc="a ≤ b")
 _row("eq", np.equal, "{0} == {1}", takes="same", gives="bool", doc="a = b")
 # Drivers fold a != a to false for NaN; the negation of == is right.
-_row("ne", np.not_equal, "!({0} == {1})", takes="same", gives="bool", doc="a ≠ b; true for NaN")
+_row(
+    "ne",
+    np.not_equal,
+    "!({0} == {1})",
+    takes="same",
+    gives="bool",
+    doc="a ≠ b; true for NaN",
+)
 _row("and", np.bitwise_and, "{0} & {1}", takes="bits", doc="a and b, bit by bit")
 _row("or", np.bitwise_or, "{0} | {1}", takes="bits", doc="a or b, bit by bit")
 _row("xor", np.bitwise_xor, "sd_xor_{t}{V}({0}, {1})", takes="bits", doc="exclusive or")
 _row("not", np.invert, "sd_not_{t}{V}({0})", takes="bits", doc="complement")
-_row("shl", _shift(True), "{0} << ({U}({1}) & {U}(31u))", takes="bits", doc="shift left by b mod 32")
-_row("shr", _shift(False), "{0} >> ({U}({1}) & {U}(31u))", takes="bits", doc="shift right by b mod 32, with sign for i32")
+_row(
+    "shl",
+    _shift(True),
+    "{0} << ({U}({1}) & {U}(31u))",
+    takes="bits",
+    doc="shift left by b mod 32",
+)
+_row(
+    "shr",
+    _shift(False),
+    "{0} >> ({U}({1}) & {U}(31u))",
+    takes="bits",
+    doc="shift right by b mod 32, with sign for i32",
+)
 _row(
     "where",
     lambda c, a, b: np.where(c, a, b),
@@ -239,7 +298,9 @@ _row(
 )
 
 
-def _tie(g: Expr, a: Sequence[Expr], less: Callable[[Expr, Expr], Expr]) -> tuple[Expr, Expr]:
+def _tie(
+    g: Expr, a: Sequence[Expr], less: Callable[[Expr, Expr], Expr]
+) -> tuple[Expr, Expr]:
     half = where(apply("eq", a[0], a[1]), g * 0.5, 0.0)
     return where(less(a[0], a[1]), g, half), where(less(a[1], a[0]), g, half)
 
@@ -260,18 +321,49 @@ _row(
     takes="number",
     doc="the smaller; NaN if either is; a tie halves the cotangent",
 )
-_row("isnan", np.isnan, "sd_isnan{V}({0})", takes="float", gives="bool", doc="a bit test")
-_row("isinf", np.isinf, "sd_isinf{V}({0})", takes="float", gives="bool", doc="a bit test")
+_row(
+    "isnan", np.isnan, "sd_isnan{V}({0})", takes="float", gives="bool", doc="a bit test"
+)
+_row(
+    "isinf", np.isinf, "sd_isinf{V}({0})", takes="float", gives="bool", doc="a bit test"
+)
 
-# ---------------------------------------------------------------- functions of one float
+# ---------------------------------------------------------------- functions of one
+# float
 
 
-def _unary(name: str, numpy: Callable[..., Any], wgsl: str, partial: Callable[[Expr, Expr], Expr], doc: str) -> None:
-    _row(name, numpy, wgsl, lambda g, a, y: (g * partial(a[0], y),), takes="float", doc=doc)
+def _unary(
+    name: str,
+    numpy: Callable[..., Any],
+    wgsl: str,
+    partial: Callable[[Expr, Expr], Expr],
+    doc: str,
+) -> None:
+    _row(
+        name,
+        numpy,
+        wgsl,
+        lambda g, a, y: (g * partial(a[0], y),),
+        takes="float",
+        doc=doc,
+    )
 
 
-def _unary_safe(name: str, numpy: Callable[..., Any], wgsl: str, p: Callable[[Expr, Expr], Expr], doc: str) -> None:
-    _row(name, numpy, wgsl, lambda g, a, y: (_safe(g, p(a[0], y)),), takes="float", doc=doc)
+def _unary_safe(
+    name: str,
+    numpy: Callable[..., Any],
+    wgsl: str,
+    p: Callable[[Expr, Expr], Expr],
+    doc: str,
+) -> None:
+    _row(
+        name,
+        numpy,
+        wgsl,
+        lambda g, a, y: (_safe(g, p(a[0], y)),),
+        takes="float",
+        doc=doc,
+    )
 
 
 _LN2 = 0.6931471805599453
@@ -279,16 +371,58 @@ _unary("exp", np.exp, "sd_exp{V}({0})", lambda x, y: y, "eˣ")
 _unary("exp2", np.exp2, "sd_exp2{V}({0})", lambda x, y: y * _LN2, "2ˣ")
 _unary("expm1", np.expm1, "sd_expm1{V}({0})", lambda x, y: y + 1.0, "eˣ - 1")
 _unary_safe("log", np.log, "sd_log{V}({0})", lambda x, y: 1.0 / x, "natural logarithm")
-_unary_safe("log2", np.log2, "sd_log2{V}({0})", lambda x, y: (1.0 / _LN2) / x, "base 2 logarithm")
-_unary_safe("log1p", np.log1p, "sd_log1p{V}({0})", lambda x, y: 1.0 / (1.0 + x), "log(1 + x)")
+_unary_safe(
+    "log2",
+    np.log2,
+    "sd_log2{V}({0})",
+    lambda x, y: (1.0 / _LN2) / x,
+    "base 2 logarithm",
+)
+_unary_safe(
+    "log1p", np.log1p, "sd_log1p{V}({0})", lambda x, y: 1.0 / (1.0 + x), "log(1 + x)"
+)
 _unary_safe("sqrt", np.sqrt, "sqrt({0})", lambda x, y: 0.5 / y, "square root")
-_unary_safe("rsqrt", lambda x: 1 / np.sqrt(x), "sd_rsqrt{V}({0})", lambda x, y: -0.5 * (y * y * y), "1 / √x")
-_unary("sin", np.sin, "sd_sin{V}({0})", lambda x, y: apply("cos", x), "sine, x in radians")
-_unary("cos", np.cos, "sd_cos{V}({0})", lambda x, y: -apply("sin", x), "cosine, x in radians")
-_unary("tan", np.tan, "sd_tan{V}({0})", lambda x, y: 1.0 + y * y, "tangent, x in radians")
-_unary_safe("asin", np.arcsin, "sd_asin{V}({0})", lambda x, y: apply("rsqrt", 1.0 - x * x), "inverse sine")
-_unary_safe("acos", np.arccos, "sd_acos{V}({0})", lambda x, y: -apply("rsqrt", 1.0 - x * x), "inverse cosine")
-_unary("atan", np.arctan, "sd_atan{V}({0})", lambda x, y: 1.0 / (1.0 + x * x), "inverse tangent")
+_unary_safe(
+    "rsqrt",
+    lambda x: 1 / np.sqrt(x),
+    "sd_rsqrt{V}({0})",
+    lambda x, y: -0.5 * (y * y * y),
+    "1 / √x",
+)
+_unary(
+    "sin", np.sin, "sd_sin{V}({0})", lambda x, y: apply("cos", x), "sine, x in radians"
+)
+_unary(
+    "cos",
+    np.cos,
+    "sd_cos{V}({0})",
+    lambda x, y: -apply("sin", x),
+    "cosine, x in radians",
+)
+_unary(
+    "tan", np.tan, "sd_tan{V}({0})", lambda x, y: 1.0 + y * y, "tangent, x in radians"
+)
+_unary_safe(
+    "asin",
+    np.arcsin,
+    "sd_asin{V}({0})",
+    lambda x, y: apply("rsqrt", 1.0 - x * x),
+    "inverse sine",
+)
+_unary_safe(
+    "acos",
+    np.arccos,
+    "sd_acos{V}({0})",
+    lambda x, y: -apply("rsqrt", 1.0 - x * x),
+    "inverse cosine",
+)
+_unary(
+    "atan",
+    np.arctan,
+    "sd_atan{V}({0})",
+    lambda x, y: 1.0 / (1.0 + x * x),
+    "inverse tangent",
+)
 _row(
     "atan2",
     np.arctan2,
@@ -300,10 +434,26 @@ _row(
     takes="float",
     doc="angle of the point (x = b, y = a); 0 at the origin",
 )
-_unary("sinh", np.sinh, "sd_sinh{V}({0})", lambda x, y: apply("cosh", x), "hyperbolic sine")
-_unary("cosh", np.cosh, "sd_cosh{V}({0})", lambda x, y: apply("sinh", x), "hyperbolic cosine")
-_unary("tanh", np.tanh, "sd_tanh{V}({0})", lambda x, y: 1.0 - y * y, "hyperbolic tangent")
-_unary("sigmoid", _sigmoid, "sd_sigmoid{V}({0})", lambda x, y: y * (1.0 - y), "1 / (1 + e⁻ˣ)")
+_unary(
+    "sinh", np.sinh, "sd_sinh{V}({0})", lambda x, y: apply("cosh", x), "hyperbolic sine"
+)
+_unary(
+    "cosh",
+    np.cosh,
+    "sd_cosh{V}({0})",
+    lambda x, y: apply("sinh", x),
+    "hyperbolic cosine",
+)
+_unary(
+    "tanh", np.tanh, "sd_tanh{V}({0})", lambda x, y: 1.0 - y * y, "hyperbolic tangent"
+)
+_unary(
+    "sigmoid",
+    _sigmoid,
+    "sd_sigmoid{V}({0})",
+    lambda x, y: y * (1.0 - y),
+    "1 / (1 + e⁻ˣ)",
+)
 _unary(
     "erf",
     _erf,
@@ -326,16 +476,29 @@ _row(
     takes="number",
     doc="absolute value; derivative 0 at 0",
 )
-_row("sign", np.sign, "sd_sign_{t}{V}({0})", takes="number", doc="-1, 0 or 1; NaN stays")
+_row(
+    "sign", np.sign, "sd_sign_{t}{V}({0})", takes="number", doc="-1, 0 or 1; NaN stays"
+)
 _row("floor", np.floor, "floor({0})", takes="float", doc="largest integer not above")
 _row("ceil", np.ceil, "ceil({0})", takes="float", doc="smallest integer not below")
-_row("round", np.round, "round({0})", takes="float", doc="nearest integer, halves to even")
+_row(
+    "round",
+    np.round,
+    "round({0})",
+    takes="float",
+    doc="nearest integer, halves to even",
+)
 _row("trunc", np.trunc, "trunc({0})", takes="float", doc="towards zero")
 
 # ---------------------------------------------------------------- types
 
 _row(
-    "stop_gradient", lambda x: x, "{0}", None, takes="any", doc="the value; its derivative is taken to be zero"
+    "stop_gradient",
+    lambda x: x,
+    "{0}",
+    None,
+    takes="any",
+    doc="the value; its derivative is taken to be zero",
 )
 # The value is rounded to float16 and back, as storing it would.
 _row(
@@ -346,9 +509,31 @@ _row(
     takes="float",
     doc="nearest f16 value",
 )
-_row("to_f32", lambda x: x, "{F}({0})", lambda g, a, y: (None,), takes="any", gives="f32", doc="as f32")
-_row("to_i32", _to_int("i32"), "sd_to_i32_{t}{V}({0})", takes="any", gives="i32", doc="as i32; saturates, NaN is 0")
-_row("to_u32", _to_int("u32"), "sd_to_u32_{t}{V}({0})", takes="any", gives="u32", doc="as u32; saturates, NaN is 0")
+_row(
+    "to_f32",
+    lambda x: x,
+    "{F}({0})",
+    lambda g, a, y: (None,),
+    takes="any",
+    gives="f32",
+    doc="as f32",
+)
+_row(
+    "to_i32",
+    _to_int("i32"),
+    "sd_to_i32_{t}{V}({0})",
+    takes="any",
+    gives="i32",
+    doc="as i32; saturates, NaN is 0",
+)
+_row(
+    "to_u32",
+    _to_int("u32"),
+    "sd_to_u32_{t}{V}({0})",
+    takes="any",
+    gives="u32",
+    doc="as u32; saturates, NaN is 0",
+)
 _row(
     "to_bool",
     lambda x: np.asarray(x) != 0,
@@ -357,9 +542,30 @@ _row(
     gives="bool",
     doc="x ≠ 0",
 )
-_row("bitcast_f32", _round_trip(np.float32), "bitcast<{F}>({0})", takes="any", gives="f32", doc="the bits as f32")
-_row("bitcast_i32", _round_trip(np.int32), "bitcast<{I}>({0})", takes="any", gives="i32", doc="the bits as i32")
-_row("bitcast_u32", _round_trip(np.uint32), "bitcast<{U}>({0})", takes="any", gives="u32", doc="the bits as u32")
+_row(
+    "bitcast_f32",
+    _round_trip(np.float32),
+    "bitcast<{F}>({0})",
+    takes="any",
+    gives="f32",
+    doc="the bits as f32",
+)
+_row(
+    "bitcast_i32",
+    _round_trip(np.int32),
+    "bitcast<{I}>({0})",
+    takes="any",
+    gives="i32",
+    doc="the bits as i32",
+)
+_row(
+    "bitcast_u32",
+    _round_trip(np.uint32),
+    "bitcast<{U}>({0})",
+    takes="any",
+    gives="u32",
+    doc="the bits as u32",
+)
 
 
 def zero(dtype: str) -> Expr:

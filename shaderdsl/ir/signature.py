@@ -1,7 +1,9 @@
-"""Signatures: ``"t (h r p), t p -> t (h r p)"``. Operands are lists of dimensions, dimensions are made of named axes.
+"""Signatures: ``"t (h r p), t p -> t (h r p)"``. Operands are lists of dimensions,
+dimensions are made of named axes.
 
-A dimension is one axis (``d``), several merged (``(h r p)``), two or more pieces end to end (``(a+b)``), an extent worked
-out from others (``t-k+1``), or ``...``, which stands for any leading axes.
+A dimension is one axis (``d``), several merged (``(h r p)``), two or more pieces end to
+end (``(a+b)``), an extent worked out from others (``t-k+1``), or ``...``, which stands
+for any leading axes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ _TERM = re.compile(r"([+-]?)\s*([A-Za-z_]\w*|\d+)")
 
 @dataclass(frozen=True)
 class Dim:
-    """One dimension. ``kind`` is ``merged`` (of one or more axes), ``joined``, ``derived`` or ``ellipsis``."""
+    """One dimension. ``kind`` is ``merged`` (of one or more axes), ``joined``,
+    ``derived`` or ``ellipsis``.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -51,7 +55,10 @@ def parse(text: str) -> Signature:
         SignatureError: with the part that cannot be read.
     """
     if text.count("->") != 1:
-        raise SignatureError(f"{text!r} needs exactly one '->'", cure="write 'operands -> result', e.g. 't d, d -> t d'")
+        raise SignatureError(
+            f"{text!r} needs exactly one '->'",
+            cure="write 'operands -> result', e.g. 't d, d -> t d'",
+        )
     left, right = text.split("->")
     inputs = tuple(_operand(p, text) for p in left.split(",")) if left.strip() else ()
     return Signature(text, inputs, tuple(_operand(p, text) for p in right.split(",")))
@@ -67,7 +74,13 @@ def _operand(part: str, text: str) -> tuple[Dim, ...]:
         elif _NAME.match(token):
             dims.append(Dim("merged", (token,), token))
         elif re.fullmatch(r"[\w+-]+", token) and not token.isdigit():
-            dims.append(Dim("derived", tuple(n for _, n in terms(token) if not n.isdigit()), token))
+            dims.append(
+                Dim(
+                    "derived",
+                    tuple(n for _, n in terms(token) if not n.isdigit()),
+                    token,
+                )
+            )
         else:
             raise SignatureError(f"cannot read {token!r} in the signature {text!r}")
     if sum(d.kind == "ellipsis" for d in dims) > 1:
@@ -83,7 +96,10 @@ def _group(inner: str, text: str) -> Dim:
     names = tuple(inner.split())
     if names and all(_NAME.match(n) for n in names):
         return Dim("merged", names, f"({' '.join(names)})")
-    raise SignatureError(f"cannot read '({inner})' in the signature {text!r}", cure="'(h p)' merges, '(a+b)' joins")
+    raise SignatureError(
+        f"cannot read '({inner})' in the signature {text!r}",
+        cure="'(h p)' merges, '(a+b)' joins",
+    )
 
 
 def terms(text: str) -> list[tuple[int, str]]:
@@ -108,7 +124,10 @@ def expand(sig: Signature, shapes: Sequence[tuple[int, ...]], where: str) -> Sig
                 continue
             n = rank - len(operand) + 1
             # Fewer leading axes align at the right, as in NumPy.
-            out += [Dim("merged", (f"...{count - n + i}",), f"...{count - n + i}") for i in range(n)]
+            out += [
+                Dim("merged", (f"...{count - n + i}",), f"...{count - n + i}")
+                for i in range(n)
+            ]
         return tuple(out)
 
     inputs = []
@@ -162,7 +181,9 @@ def solve(
             if d.kind == "derived" and all(a in known for a in d.axes):
                 known.setdefault(d.text, _derived(d.text, known))
                 if known[d.text] < 0:
-                    raise ShapeError(f"axis '{d.text}' has size {known[d.text]}", where=where)
+                    raise ShapeError(
+                        f"axis '{d.text}' has size {known[d.text]}", where=where
+                    )
     missing = [a for a in sig.axes() if a not in known]
     if missing:
         raise AxisError(
@@ -177,14 +198,20 @@ def _derived(text: str, known: Mapping[str, int]) -> int:
     return sum(s * (int(n) if n.isdigit() else known[n]) for s, n in terms(text))
 
 
-def _settle(d: Dim, n: int, known: dict[str, int], origin: dict[str, str], name: str, where: str) -> bool:
+def _settle(
+    d: Dim, n: int, known: dict[str, int], origin: dict[str, str], name: str, where: str
+) -> bool:
     if d.kind == "derived":
         unknown = [a for a in d.axes if a not in known]
         if len(unknown) > 1 or (unknown and d.axes.count(unknown[0]) > 1):
             return False
         if unknown:
             sign = next(s for s, t in terms(d.text) if t == unknown[0])
-            others = sum(s * (int(t) if t.isdigit() else known[t]) for s, t in terms(d.text) if t != unknown[0])
+            others = sum(
+                s * (int(t) if t.isdigit() else known[t])
+                for s, t in terms(d.text)
+                if t != unknown[0]
+            )
             known[unknown[0]] = (n - others) * sign
             origin[unknown[0]] = f"argument {name!r}"
         if _derived(d.text, known) != n:

@@ -1,4 +1,5 @@
-"""Stages: the nodes of a graph. A stage is an array that is given, a map of its axes, or one reduction of a map.
+"""Stages: the nodes of a graph. A stage is an array that is given, a map of its axes,
+or one reduction of a map.
 
 Equal stages are one object, so what two ops have in common is computed once.
 """
@@ -44,8 +45,9 @@ _table: weakref.WeakValueDictionary[Any, Stage] = weakref.WeakValueDictionary()
 class Stage:
     """One array of the graph.
 
-    ``ext`` are the extents of the output axes, ``rext`` of the reduced ones; the body's axes are positions in
-    ``ext + rext``. ``groups`` says which output axes merge into each dimension of ``shape``.
+    ``ext`` are the extents of the output axes, ``rext`` of the reduced ones; the body's
+    axes are positions in ``ext + rext``. ``groups`` says which output axes merge into
+    each dimension of ``shape``.
     """
 
     __slots__ = (
@@ -66,12 +68,15 @@ class Stage:
     ):
         self.kind, self.ext, self.rext = kind, tuple(ext), tuple(rext)
         self.monoid, self.body, self.dtype = monoid, body, dtype
-        self.groups: Groups = tuple((i,) for i in range(len(ext))) if groups is None else groups
+        self.groups: Groups = (
+            tuple((i,) for i in range(len(ext))) if groups is None else groups
+        )
         self.shape = tuple(math.prod(self.ext[a] for a in g) for g in self.groups)
         self.strides = row_major(self.shape)
         self.size = math.prod(self.shape)
         self.name, self.loc, self.id = name, None, next(_ids)
-        # What an input stands for: set by whoever makes it (a concrete array, a placeholder's position).
+        # What an input stands for: set by whoever makes it (a concrete array, a
+        # placeholder's position).
         self.source: Any = None
         self.loads: list[Expr] = E.loads(body) if body is not None else []
 
@@ -89,10 +94,14 @@ class Stage:
 
     def __repr__(self) -> str:
         red = f"/{list(self.rext)}" if self.rext else ""
-        return f"{self.name}#{self.id}:{self.monoid or self.kind}{list(self.shape)}{red}"
+        return (
+            f"{self.name}#{self.id}:{self.monoid or self.kind}{list(self.shape)}{red}"
+        )
 
 
-def input_stage(shape: Sequence[int], dtype: str, name: str, source: Any = None) -> Stage:
+def input_stage(
+    shape: Sequence[int], dtype: str, name: str, source: Any = None
+) -> Stage:
     """An array that is given. Each call makes a new one."""
     stage = Stage("input", shape, (), None, None, None, dtype, name)
     stage.source = source
@@ -131,7 +140,11 @@ def map_stage(
     """An elementwise stage. A body that loads a whole stage unchanged is that stage."""
     dtype = dtype or body.dtype
     body = _drop_ones(body, ext)
-    if groups is not None and all(g == (i,) for i, g in enumerate(groups)) and len(groups) == len(ext):
+    if (
+        groups is not None
+        and all(g == (i,) for i, g in enumerate(groups))
+        and len(groups) == len(ext)
+    ):
         groups = None
     if body.kind == "load" and body.data.dtype == dtype:
         source: Stage = body.data
@@ -211,7 +224,12 @@ def product(fs: Sequence[Expr]) -> Expr:
 
 
 def _is_reciprocal(f: Expr) -> bool:
-    return f.kind == "apply" and f.data == "div" and f.args[0].kind == "const" and f.args[0].data == 1.0
+    return (
+        f.kind == "apply"
+        and f.data == "div"
+        and f.args[0].kind == "const"
+        and f.args[0].data == 1.0
+    )
 
 
 Space = Callable[[int], int]
@@ -227,10 +245,12 @@ def make_reduce(
     *,
     loc: str | None = None,
 ) -> Expr:
-    """Reduce ``body`` over ``red_axes``; the result is a load of the new stage, over the caller's axes.
+    """Reduce ``body`` over ``red_axes``; the result is a load of the new stage, over
+    the caller's axes.
 
-    Sums come out in normal form: what lacks the reduced axes is hoisted out, an axis that nothing depends on becomes a
-    factor of its extent. A reduction of a reduction of the same kind is one reduction.
+    Sums come out in normal form: what lacks the reduced axes is hoisted out, an axis
+    that nothing depends on becomes a factor of its extent. A reduction of a reduction
+    of the same kind is one reduction.
     """
     if any(extents[a] == 0 for a in red_axes):
         return E.const(MONOIDS[monoid].identity[body.dtype], body.dtype)
@@ -306,12 +326,16 @@ def _reduce(
 def _merge_reductions(
     monoid: str, body: Expr, out: Sequence[int], red: Sequence[int], extents: Any
 ) -> tuple[Expr, list[tuple[int, int]], list[int]] | None:
-    """sum over i of (sum over j of x) is the sum over both, when the inner one is read at plain axes."""
+    """sum over i of (sum over j of x) is the sum over both, when the inner one is read
+    at plain axes.
+    """
     if body.kind != "load" or body.data.kind != "reduce" or body.data.monoid != monoid:
         return None
     inner: Stage = body.data
-    if inner.body is None or any(i.kind != "index" for i in body.args) or len({i.data for i in body.args}) != len(
-        body.args
+    if (
+        inner.body is None
+        or any(i.kind != "index" for i in body.args)
+        or len({i.data for i in body.args}) != len(body.args)
     ):
         return None
     if len(inner.shape) != len(inner.ext):
@@ -319,7 +343,9 @@ def _merge_reductions(
     base = max([*out, *red, *(i.data for i in body.args)], default=0) + 1
     axes = {k: i for k, i in enumerate(body.args)}
     axes.update({len(inner.ext) + j: E.index(base + j) for j in range(len(inner.rext))})
-    joined = [(a, extents[a]) for a in red] + [(base + j, n) for j, n in enumerate(inner.rext)]
+    joined = [(a, extents[a]) for a in red] + [
+        (base + j, n) for j, n in enumerate(inner.rext)
+    ]
     return E.substitute(inner.body, axes), joined, list(out)
 
 
@@ -342,12 +368,16 @@ def topo_stages(outs: Iterable[Stage], stop: Iterable[Stage] = ()) -> list[Stage
         seen.add(s)
         stack.append((s, True))
         if s not in given:
-            stack.extend((n.data, False) for n in reversed(s.loads) if n.data not in seen)
+            stack.extend(
+                (n.data, False) for n in reversed(s.loads) if n.data not in seen
+            )
     return order
 
 
 def inline_load(node: Expr, args: Sequence[Expr], extents: Any) -> Expr:
-    """The body of the loaded map, at the load's indices (split into the digits of merged axes)."""
+    """The body of the loaded map, at the load's indices (split into the digits of
+    merged axes).
+    """
     stage: Stage = node.data
     assert stage.body is not None
     axes: dict[int, Expr] = {}
@@ -358,7 +388,12 @@ def inline_load(node: Expr, args: Sequence[Expr], extents: Any) -> Expr:
 
 
 def reduce_stage(
-    ext: Sequence[int], rext: Sequence[int], monoid: str, body: Expr, name: str, loc: str | None
+    ext: Sequence[int],
+    rext: Sequence[int],
+    monoid: str,
+    body: Expr,
+    name: str,
+    loc: str | None,
 ) -> Stage:
     """A reduction as it stands: axes of the body are positions in ``ext + rext``."""
     return _intern("reduce", ext, rext, monoid, body, None, body.dtype, name, loc)
@@ -375,7 +410,15 @@ def retarget(s: Stage, new: dict[Stage, Stage]) -> Stage:
         return E.rebuild(n, args) if args else n
 
     return _intern(
-        s.kind, s.ext, s.rext, s.monoid, E.rewrite(s.body, leaf), s.groups, s.dtype, s.name, s.loc
+        s.kind,
+        s.ext,
+        s.rext,
+        s.monoid,
+        E.rewrite(s.body, leaf),
+        s.groups,
+        s.dtype,
+        s.name,
+        s.loc,
     )
 
 
@@ -386,7 +429,8 @@ def _reload(n: Expr, stage: Stage, args: Sequence[Expr]) -> Expr:
 
 
 def rebind(outs: Sequence[Stage], given: dict[Stage, Stage]) -> list[Stage]:
-    """The same graph with some stages (placeholders) replaced by others of equal shape."""
+    """The same graph with some stages (placeholders) replaced by others of equal shape.
+    """
     new: dict[Stage, Stage] = dict(given)
     for s in topo_stages(outs, stop=given):
         if s not in new:

@@ -1,6 +1,8 @@
-"""Tracing: op bodies compute with :class:`Value`, a scalar expression over the op's named axes.
+"""Tracing: op bodies compute with :class:`Value`, a scalar expression over the op's
+named axes.
 
-Names are for people. A trace numbers the axes of one call, and what leaves it (stages) is positional.
+Names are for people. A trace numbers the axes of one call, and what leaves it (stages)
+is positional.
 """
 
 from __future__ import annotations
@@ -19,14 +21,19 @@ from .expr import Expr
 from .indexmap import Affine, merge
 from .stage import MONOIDS, Stage, make_reduce, map_stage
 
-_current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("trace", default=None)
+_current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar(
+    "trace", default=None
+)
 
 
 def current() -> Trace:
     """The op call that is being traced."""
     trace = _current.get()
     if trace is None:
-        raise TraceError("named axes exist only inside an op", cure="use axis= outside of @sd.op functions")
+        raise TraceError(
+            "named axes exist only inside an op",
+            cure="use axis= outside of @sd.op functions",
+        )
     return trace
 
 
@@ -37,7 +44,9 @@ def inside() -> bool:
 
 @dataclass
 class Trace:
-    """Axes of one call of an op: their numbers, their sizes, and checks to make on ids before it runs."""
+    """Axes of one call of an op: their numbers, their sizes, and checks to make on ids
+    before it runs.
+    """
 
     name: str
     sizes: dict[str, int]
@@ -69,7 +78,10 @@ class Trace:
             else:
                 out.append(self.axis(n))
         if len(set(out)) != len(out):
-            raise AxisError(f"an axis is named twice in {names!r}", where=f"{self.name} ({E.user_location()})")
+            raise AxisError(
+                f"an axis is named twice in {names!r}",
+                where=f"{self.name} ({E.user_location()})",
+            )
         return out
 
 
@@ -91,7 +103,9 @@ class Value:
         return self.expr.dtype
 
     def at(self, **indices: Any) -> Value:
-        """Read elsewhere along some axes: ``x.at(r=1 - sd.index("r"))``, ``table.at(v=ids)``."""
+        """Read elsewhere along some axes: ``x.at(r=1 - sd.index("r"))``,
+        ``table.at(v=ids)``.
+        """
         axes: dict[int, Expr] = {}
         for name, i in indices.items():
             e = unwrap(i)
@@ -102,7 +116,8 @@ class Value:
                 )
             axes[self.trace.axis(name)] = E.cast(e, "i32")
         moved = E.substitute(self.expr, axes)
-        # A load that leaves its axis is to be blamed on this line, not on the operand's.
+        # A load that leaves its axis is to be blamed on this line, not on the
+        # operand's.
         before, here = set(E.loads(self.expr)), E.user_location()
         for n in E.loads(moved):
             if n not in before:
@@ -119,7 +134,10 @@ class Value:
     __float__ = __int__ = __index__ = __bool__
 
     def __iter__(self) -> Any:
-        raise TraceError("a symbolic value cannot be iterated", where=f"{self.trace.name} ({E.user_location()})")
+        raise TraceError(
+            "a symbolic value cannot be iterated",
+            where=f"{self.trace.name} ({E.user_location()})",
+        )
 
     def __repr__(self) -> str:
         return f"Value({self.expr!r})"
@@ -170,11 +188,17 @@ def unwrap(x: Any) -> Expr:
     """A Value or a Python or NumPy number as an expression."""
     if isinstance(x, Value):
         if x.trace is not _current.get():
-            raise TraceError("a value of one op is used inside another", where=E.user_location())
+            raise TraceError(
+                "a value of one op is used inside another", where=E.user_location()
+            )
         return x.expr
     if isinstance(x, Expr):
         return x
-    if hasattr(x, "item") and getattr(x, "shape", None) == () and type(x).__module__ == "numpy":
+    if (
+        hasattr(x, "item")
+        and getattr(x, "shape", None) == ()
+        and type(x).__module__ == "numpy"
+    ):
         x = x.item()
     if isinstance(x, (bool, int, float)):
         return E.const(x)
@@ -192,13 +216,17 @@ def primitive(name: str, *args: Any) -> Value:
     except DTypeError as error:
         if error.where is None:
             raise DTypeError(
-                error.message, where=f"{current().name} ({E.user_location()})", cure=error.cure
+                error.message,
+                where=f"{current().name} ({E.user_location()})",
+                cure=error.cure,
             ) from None
         raise
 
 
 def expand_power(base: Any, exponent: Any, prim: Callable[..., Any]) -> Any:
-    """``base ** exponent`` for a known exponent: products, roots and reciprocals; else the primitive."""
+    """``base ** exponent`` for a known exponent: products, roots and reciprocals; else
+    the primitive.
+    """
     if isinstance(exponent, (int, float)) and not isinstance(exponent, bool):
         n = float(exponent)
         if n == 0.5:
@@ -225,7 +253,9 @@ def power(base: Any, exponent: Any) -> Value:
     return value
 
 
-def reduce(monoid: str, x: Any, over: str, where: Any = None, name: str | None = None) -> Value:
+def reduce(
+    monoid: str, x: Any, over: str, where: Any = None, name: str | None = None
+) -> Value:
     """Reduce over named axes; elements where the condition fails do not take part."""
     trace = current()
     body = unwrap(x)
@@ -242,12 +272,19 @@ def reduce(monoid: str, x: Any, over: str, where: Any = None, name: str | None =
         body = E.where(unwrap(where), body, E.const(identity, body.dtype))
     out = [a for a in range(len(trace.extents)) if a not in axes]
     result = make_reduce(
-        monoid, body, out, axes, trace.extents, name or f"{trace.name}_{monoid}", loc=E.user_location()
+        monoid,
+        body,
+        out,
+        axes,
+        trace.extents,
+        name or f"{trace.name}_{monoid}",
+        loc=E.user_location(),
     )
     return Value(result, trace)
 
 
-# ------------------------------------------------------------------ calling an op's function
+# ------------------------------------------------------------------ calling an op's
+# function
 
 
 def operands(
@@ -270,7 +307,13 @@ def operands(
             a = trace.axis(piece)
             at = Affine({a: 1}, offset, ()).expr()
             pieces.append(
-                Value(E.load(stage, [at if d is joined[0] else _position(d, trace) for d in dims]), trace)
+                Value(
+                    E.load(
+                        stage,
+                        [at if d is joined[0] else _position(d, trace) for d in dims],
+                    ),
+                    trace,
+                )
             )
             offset += trace.extents[a]
         out.append(tuple(pieces))
@@ -291,15 +334,22 @@ def run(
     keywords: dict[str, Any],
     names: Sequence[str],
 ) -> tuple[list[Stage], list[HostCheck], bool]:
-    """Call an op's function once; give its results as stages, checks for ids, and whether it gave a tuple."""
+    """Call an op's function once; give its results as stages, checks for ids, and
+    whether it gave a tuple.
+    """
     trace = Trace(name, {a: sizes[a] for a in sig.axes()} | sizes)
     token = _current.set(trace)
     try:
         args = operands(sig, trace, arrays, names)
-        kw = {k: Value(v, trace) if isinstance(v, Expr) else v for k, v in keywords.items()}
+        kw = {
+            k: Value(v, trace) if isinstance(v, Expr) else v
+            for k, v in keywords.items()
+        }
         results = function(*args, **kw)
         many = len(sig.outputs) > 1
-        if many and (not isinstance(results, tuple) or len(results) != len(sig.outputs)):
+        if many and (
+            not isinstance(results, tuple) or len(results) != len(sig.outputs)
+        ):
             raise ShapeError(
                 f"the op returns {len(results) if isinstance(results, tuple) else 1} values, its signature has "
                 f"{len(sig.outputs)} results",
@@ -308,7 +358,9 @@ def run(
         half = _storage(arrays)
         stages = [
             _result(r, dims, trace, name, half, function)
-            for r, dims in zip(results if many else (results,), sig.outputs, strict=True)
+            for r, dims in zip(
+                results if many else (results,), sig.outputs, strict=True
+            )
         ]
         verify.check(stages, "after tracing")
         return stages, trace.checks, many
@@ -327,7 +379,12 @@ def _where(function: Callable[..., Any], name: str) -> str:
 
 
 def _result(
-    result: Any, dims: tuple[S.Dim, ...], trace: Trace, name: str, half: bool, function: Callable[..., Any]
+    result: Any,
+    dims: tuple[S.Dim, ...],
+    trace: Trace,
+    name: str,
+    half: bool,
+    function: Callable[..., Any],
 ) -> Stage:
     joined = [d for d in dims if d.kind == "joined"]
     if joined:
@@ -339,9 +396,13 @@ def _result(
         pieces = [unwrap(p) for p in result]
     else:
         if isinstance(result, (tuple, list)):
-            raise ShapeError("the op returns a tuple, its signature has one result", where=_where(function, name))
+            raise ShapeError(
+                "the op returns a tuple, its signature has one result",
+                where=_where(function, name),
+            )
         pieces = [unwrap(result)]
-    # Axes of the result in order; a joined dimension gets a fresh axis that runs over all pieces.
+    # Axes of the result in order; a joined dimension gets a fresh axis that runs over
+    # all pieces.
     axes: list[int] = []
     groups: list[tuple[int, ...]] = []
     extents = list(trace.extents)
@@ -356,7 +417,10 @@ def _result(
         groups.append(tuple(range(len(axes), len(axes) + len(members))))
         axes += members
     if len(set(axes)) != len(axes):
-        raise AxisError(f"an axis appears twice in a result of '{trace.name}'", where=_where(function, name))
+        raise AxisError(
+            f"an axis appears twice in a result of '{trace.name}'",
+            where=_where(function, name),
+        )
     names = {v: k for k, v in trace.numbers.items()}
     for k, p in enumerate(pieces):
         allowed = set(axes) | ({trace.axis(joined[0].axes[k])} if joined else set())
@@ -368,11 +432,18 @@ def _result(
                 cure=f"reduce it: sd.sum(…, over={names[left[0]]!r}), or add the axis to the result",
             )
         trace.checks += check_ranges(p, trace.extents, names, name)
-    body = pieces[0] if not joined else _join(pieces, joined[0], trace, len(extents) - 1)
+    body = (
+        pieces[0] if not joined else _join(pieces, joined[0], trace, len(extents) - 1)
+    )
     body = E.substitute(body, {a: E.index(i) for i, a in enumerate(axes)})
     dtype = "f16" if half and body.dtype == "f32" else body.dtype
     return map_stage(
-        [extents[a] for a in axes], body, name, groups=tuple(groups), dtype=dtype, loc=_where(function, name)
+        [extents[a] for a in axes],
+        body,
+        name,
+        groups=tuple(groups),
+        dtype=dtype,
+        loc=_where(function, name),
     )
 
 
@@ -386,6 +457,10 @@ def _join(pieces: Sequence[Expr], d: S.Dim, trace: Trace, whole: int) -> Expr:
         start -= trace.extents[a]
         moved = E.substitute(piece, {a: Affine({whole: 1}, -start, ()).expr()})
         end = E.const(start + trace.extents[a])
-        result = moved if result is None else E.where(E.apply("lt", position, end), moved, result)
+        result = (
+            moved
+            if result is None
+            else E.where(E.apply("lt", position, end), moved, result)
+        )
     assert result is not None
     return result
