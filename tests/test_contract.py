@@ -14,7 +14,7 @@ from shaderdsl.codegen.contract import register_kernels, tiled_kernels
 from shaderdsl.codegen.contract_plan import analyse
 from shaderdsl.codegen.contract_registers import Block
 from shaderdsl.codegen.contract_tiled import SHAPES, Shape, choose_shape
-from shaderdsl.codegen.lower import SCHEDULES
+from shaderdsl.codegen.lower import SCHEDULES, lower
 from shaderdsl.codegen.partition import Partition
 from shaderdsl.codegen.program import Program
 from shaderdsl.codegen.target import PORTABLE, Features
@@ -304,7 +304,7 @@ def test_gpu_choices():
     def choice(m, n, k):
         traced = sd.lower(nt, sd.spec("f32", m, k), sd.spec("f32", n, k)).program
         (group,) = Partition(traced.outputs, gpu).groups
-        return choose_shape(analyse(group, gpu), 16_384)
+        return choose_shape([analyse(group, gpu)], 16_384)
 
     shape, splits = choice(4096, 4096, 4096)
     assert (shape.bm, shape.bn, splits) == (128, 128, 1)
@@ -312,6 +312,53 @@ def test_gpu_choices():
     assert splits > 1
     shape, splits = choice(4, 4096, 4096)
     assert shape.bm <= 32
+
+
+@sd.op("t d, n d, k d, k d, n -> t n, t k, t k")
+def query_key_value(x, wq, wk, wv, bias):
+    q = sd.sum(x * wq, over="d") + bias
+    return q, sd.sum(x * wk, over="d"), sd.exp(0.1 * sd.sum(x * wv, over="d"))
+
+
+@sd.op("t d, t n, t k, t k -> n d, k d, k d")
+def their_gradients(x, q, k, v):
+    return tuple(sd.sum(x * g, over="t") for g in (q, k, v))
+
+
+@pytest.mark.parametrize(
+    "sizes", [(33, 40, 36, 12), (65, 31, 70, 9), (8, 1024, 32, 16)]
+)
+def test_siblings_share_a_kernel(sizes):
+    """On a GPU; the driver at hand only runs the text."""
+    device = sd.runtime.current()
+    gpu = dataclasses.replace(plain_target(), family="gpu")
+    t, d, n, k = sizes
+    for op, operands in (
+        (query_key_value, arrays((t, d), (n, d), (k, d), (k, d), (n,))),
+        (their_gradients, arrays((t, d), (t, n), (t, k), (t, k))),
+    ):
+        traced = sd.lower(op, *operands).program
+        for _ in range(2):  # printed, then taken over
+            program = lower(traced.outputs, gpu, inputs=traced.inputs)
+            assert sum(
+                kernel.archetype == "contract" for kernel in program.kernels
+            ) in (1, 4)
+            assert program.kernels[0].name.startswith("siblings")
+            given = [device.upload(a, "f32") for a in operands]
+            results = device.build(program)(given, {})
+            expected = interpret.evaluate(
+                traced.outputs, dict(zip(traced.inputs, operands))
+            )
+            for buffer, want in zip(results, expected):
+                got = device.download(buffer, want.shape, "f32")
+                assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()
+
+
+def test_siblings_that_need_each_other_stay_apart():
+    gpu = dataclasses.replace(plain_target(), family="gpu")
+    traced = sd.lower(lambda x, w: nt(nt(x, w), w), *arrays((32, 32), (32, 32))).program
+    program = lower(traced.outputs, gpu, inputs=traced.inputs)
+    assert [kernel.archetype for kernel in program.kernels] == ["contract", "contract"]
 
 
 def test_random_products():

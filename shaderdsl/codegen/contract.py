@@ -25,7 +25,7 @@ def contract_kernels(group: Group, target: Target) -> list[Kernel]:
         return register_kernels(c, choose_block(c))
     # Half of the budget, for loops that a driver may add.
     longest = min(_LONGEST, target.loop_budget // 2)
-    return tiled_kernels(c, *choose_shape(c, longest))
+    return tiled_kernels(c, *choose_shape([c], longest))
 
 
 def tiled_kernels(c: Contraction, shape: Shape, splits: int) -> list[Kernel]:

@@ -11,6 +11,7 @@ from .program import Scratch, Tensor
 from .writer import WIDTH, Writer, contiguous, indent
 
 XYZW = "xyzw"
+FLAT = "group.y * groups.x + group.x"
 
 
 class Tile:
@@ -21,6 +22,8 @@ class Tile:
     Args:
         across, down: workgroups along n and m.
         rows, columns: results of a thread.
+        number: the workgroup's number among those of this contraction, if the kernel
+            computes several.
     """
 
     def __init__(
@@ -32,8 +35,9 @@ class Tile:
         rows: int,
         columns: int,
         splits: int,
+        number: str | None = None,
     ):
-        self.c, self.w, self.splits = c, w, splits
+        self.c, self.w, self.splits, self.number = c, w, splits, number
         self.across, self.down, self.rows, self.columns = across, down, rows, columns
         self.copies = Copies(c, w)
         self.count = across * down * c.sizes[0] * splits
@@ -45,9 +49,10 @@ class Tile:
     def decode(self) -> None:
         """Names ``tile_n``, ``tile_m``, ``piece`` and the batch axes."""
         c, w = self.c, self.w
-        w.line("let tile = group.y * groups.x + group.x;")
-        count = w.param(("tiles",), self.count, stem="tiles")
-        w.line(f"if (tile >= {count}) {{ return; }}")
+        w.line(f"let tile = {self.number or FLAT};")
+        if self.number is None:
+            count = w.param(("tiles",), self.count, stem="tiles")
+            w.line(f"if (tile >= {count}) {{ return; }}")
         across, down = (
             w.param(("across",), self.across, stem="across"),
             w.param(("down",), self.down, stem="down"),

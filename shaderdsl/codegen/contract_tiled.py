@@ -8,6 +8,7 @@ so that their reads of workgroup memory meet few banks twice.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..ir import expr as E
@@ -37,7 +38,7 @@ class Shape:
     @property
     def memory(self) -> int:
         """Bytes of workgroup memory."""
-        return self.bk * (self.bm // WIDTH + self.pad + self.bn // WIDTH) * 16
+        return self.bk * (self.bm // WIDTH + self.bn // WIDTH + 2 * self.pad) * 16
 
 
 #: From large to small, with a guess of the share of the best speed that each reaches on
@@ -62,14 +63,9 @@ def tiled(
     """Print the kernel. With ``splits`` the sums over pieces of k go to ``scratch``."""
     w = Writer(c.group.space, c.target)
     plain_tensors(c, w, epilogue=scratch is None)
-    tile = _Tiled(c, w, shape, splits)
-    loop = tile.multiply()
-    w.open()
-    if scratch is None:
-        tile.epilogue()
-    else:
-        tile.partial(scratch)
-    lines = [*w.blocks[0], *loop, *w.blocks[1]]
+    tile = Tiled(c, w, shape, splits)
+    lines = tile.lines(scratch)
+    w.shared += declare(tile.memory())
     return finish(
         c.group,
         w,
@@ -80,6 +76,11 @@ def tiled(
         shape.size,
         fold(tile.count, c.target),
     )
+
+
+def declare(arrays: dict[str, int]) -> list[str]:
+    """Declarations of workgroup memory."""
+    return [f"var<workgroup> {a}: array<vec4<f32>, {n}>;" for a, n in arrays.items()]
 
 
 @dataclass
@@ -100,12 +101,20 @@ class _Share:
     total: int  # places in all
 
 
-class _Tiled(Tile):
-    def __init__(self, c: Contraction, w: Writer, shape: Shape, splits: int):
+class Tiled(Tile):
+    """The text of one thread; several of them may share a kernel."""
+
+    def __init__(
+        self,
+        c: Contraction,
+        w: Writer,
+        shape: Shape,
+        splits: int,
+        number: str | None = None,
+    ):
         _, m, n, k = c.sizes
-        super().__init__(
-            c, w, -(-n // shape.bn), -(-m // shape.bm), shape.tm, shape.tn, splits
-        )
+        across, down = -(-n // shape.bn), -(-m // shape.bm)
+        super().__init__(c, w, across, down, shape.tm, shape.tn, splits, number)
         self.shape = shape
         # Positions of k in a piece, whole chunks.
         self.length = math.ceil(math.ceil(k / splits) / shape.bk) * shape.bk
@@ -130,13 +139,23 @@ class _Tiled(Tile):
         )
         w.line(f"let ty = lane / {32 * warps}u * 4u + row;")
         self.left = self.share("left", s.bm, s.bm // WIDTH + s.pad)
-        self.right = self.share("right", s.bn, s.bn // WIDTH)
-        w.shared.append(
-            f"var<workgroup> lefts: array<vec4<f32>, {s.bk * self.left.width}>;"
-        )
-        w.shared.append(
-            f"var<workgroup> rights: array<vec4<f32>, {s.bk * self.right.width}>;"
-        )
+        # Words that come along k are scattered over the rows.
+        pad = s.pad if self.c.right_mode == "k" else 0
+        self.right = self.share("right", s.bn, s.bn // WIDTH + pad)
+
+    def memory(self) -> dict[str, int]:
+        """Workgroup memory: vec4s of each array."""
+        return {x.array: self.shape.bk * x.width for x in (self.left, self.right)}
+
+    def lines(self, scratch: Scratch | None) -> list[str]:
+        """The whole text."""
+        loop = self.multiply()
+        self.w.open()
+        if scratch is None:
+            self.epilogue()
+        else:
+            self.partial(scratch)
+        return [*self.w.blocks[0], *loop, *self.w.blocks[1]]
 
     # ------------------------------------------------------ into workgroup memory
 
@@ -322,46 +341,42 @@ class _Tiled(Tile):
         )
 
 
-def choose_shape(c: Contraction, longest: int) -> tuple[Shape, int]:
-    """Tile shape and pieces of k.
+def choose_shape(cs: Sequence[Contraction], longest: int) -> tuple[Shape, int]:
+    """Tile shape and pieces of k for contractions that share a kernel.
 
     Large tiles load least, but a device wants about two workgroups a processor.
     """
-    batch, m, n, k = c.sizes
-    limits = c.target.limits
+    limits = cs[0].target.limits
+    k = max(c.sizes[3] for c in cs)
     best, best_cost = (SHAPES[-1][0], 1), math.inf
     for shape, speed in SHAPES:
-        if (
-            shape.memory > limits.max_workgroup_storage
-            or shape.size > limits.max_invocations
-        ):
+        if shape.memory > limits.max_workgroup_storage:
             continue
-        down, across = -(-m // shape.bm), -(-n // shape.bn)
+        if shape.size > limits.max_invocations:
+            continue
         for splits in (1, 2, 4, 8, 16, 32):
-            if splits > 1 and k // splits < 8 * shape.bk:
+            piece = math.ceil(k / splits)
+            if splits > 1 and piece < 8 * shape.bk:
                 break
-            if -(-k // splits) > longest:
+            if piece > longest:
                 continue
-            groups = batch * down * across * splits
-            waves = (
-                max(groups / _GROUPS, 1.0)
-                if groups < _GROUPS
-                else math.ceil(2 * groups / _GROUPS) / 2
-            )
-            work = (
-                waves * shape.bm * shape.bn * (-(-k // splits) + 2 * shape.bk) / speed
-            )
-            # Pieces are written and read again.
-            extra = (
-                0.0
-                if splits == 1
-                else batch * m * n * (splits + 1) * 12 / _GROUPS + 40_000
-            )
-            if work + extra < best_cost:
-                best, best_cost = (shape, splits), work + extra
+            groups = splits * sum(workgroups(c, shape) for c in cs)
+            waves = max(math.ceil(2 * groups / _FULL) / 2, 1.0)
+            cost = waves * shape.bm * shape.bn * (piece + 2 * shape.bk) / speed
+            if splits > 1:  # pieces are written and read again
+                results = sum(math.prod(c.sizes[:3]) for c in cs)
+                cost += results * (splits + 1) * 12 / _FULL + 40_000
+            if cost < best_cost:
+                best, best_cost = (shape, splits), cost
     shape, splits = best
-    return shape, max(splits, -(-k // longest))
+    return shape, max(splits, math.ceil(k / longest))
+
+
+def workgroups(c: Contraction, shape: Shape) -> int:
+    """Tiles of a contraction."""
+    batch, m, n, _ = c.sizes
+    return batch * math.ceil(m / shape.bm) * math.ceil(n / shape.bn)
 
 
 #: Workgroups that fill a large device.
-_GROUPS = 264
+_FULL = 264

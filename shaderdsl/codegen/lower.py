@@ -10,6 +10,7 @@ from ..ir.stage import Stage, topo_stages
 from .arena import merge_updates
 from .arrangement import Arrangement
 from .contract import contract_kernels
+from .contract_siblings import sibling_kernels
 from .inplace import write_in_place
 from .map import map_kernels
 from .partition import Group, Partition
@@ -17,6 +18,7 @@ from .program import Kernel, Program
 from .row import row_kernels
 from .scan import scan_kernels
 from .scatter import scatter_kernels
+from .siblings import merge_siblings
 from .split import split_long
 from .target import Target
 from .templates import kernels_of
@@ -25,6 +27,7 @@ SCHEDULES: dict[str, Callable[[Group, Target], list[Kernel]]] = {
     "map": map_kernels,
     "row": row_kernels,
     "contract": contract_kernels,
+    "siblings": sibling_kernels,
     "scatter": scatter_kernels,
     "scan": scan_kernels,
 }
@@ -49,6 +52,7 @@ def lower(
     arrangement = Arrangement(partition, target, inputs, outs, donated)
     merge_updates(arrangement)
     write_in_place(arrangement)
+    merge_siblings(arrangement, target)
     kernels: list[Kernel] = []
     for g in arrangement.groups():
         if g.kind not in SCHEDULES:
