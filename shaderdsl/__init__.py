@@ -1,4 +1,7 @@
-"""shaderdsl: GPU operations as symbolic expressions over named axes, differentiated, fused and run through WebGPU."""
+"""shaderdsl: GPU operations as symbolic expressions over named axes.
+
+They are differentiated, fused, printed as WGSL and run through WebGPU.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from . import errors, random, tree
 from .array import Array, asarray
 from .function import Op, compile, grad, jvp, lower, op, spec, value_and_grad, vjp
 from .lowered import Lowered
-from .namespace import *  # noqa: F403
+from .namespace import *
 from .runtime import devices, profile, synchronize, use_device
 
 __version__ = "0.1.0"

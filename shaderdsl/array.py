@@ -110,13 +110,13 @@ class Array:
     """
 
     __slots__ = (
-        "shape",
-        "dtype",
-        "_stage",
-        "_buffer",
-        "_host",
-        "_donated",
         "__weakref__",
+        "_buffer",
+        "_donated",
+        "_host",
+        "_stage",
+        "dtype",
+        "shape",
     )
     __array_priority__ = 1000
     __hash__ = None  # type: ignore[assignment]
@@ -208,14 +208,16 @@ class Array:
             raise DonatedError(
                 f"an array of shape {self.shape} was donated and is gone",
                 where=E.user_location(),
-                cure="use what the function returned in its place, or do not donate the argument",
+                cure="use what the function returned in its place, or do not donate "
+                "the argument",
             )
 
     def _refuse(self, what: str) -> None:
         raise TraceError(
             f"a symbolic array of shape {self.shape} cannot {what}",
             where=E.user_location(),
-            cure="its values exist only when the compiled function runs; use sd.where, or return it",
+            cure="its values exist only when the compiled function runs; use sd.where, "
+            "or return it",
         )
 
     # -------------------------------------------------------------- values
@@ -510,7 +512,8 @@ def take(x: Array, ids: Array) -> Array:
         low, high = int(host.min()), int(host.max())
         if low < 0 or high >= x.shape[0]:
             raise IndexRangeError(
-                f"indices run from {low} to {high}, the first axis has size {x.shape[0]}",
+                f"indices run from {low} to {high}, the first axis has size "
+                f"{x.shape[0]}",
                 where=E.user_location(),
             )
     return call(A.take, x, ids)

@@ -36,8 +36,7 @@ def placeholder(role: Any, shape: Sequence[int], dtype: str, name: str = "x") ->
 
 
 def captured_inputs(outs: Sequence[Stage], inputs: Sequence[Stage]) -> list[Stage]:
-    """Inputs of the graph that are no arguments: arrays that the function closed over.
-    """
+    """Inputs of the graph that are no arguments: arrays that the function closed over."""
     known = set(inputs)
     return [s for s in topo_stages(outs) if s.kind == "input" and s not in known]
 
@@ -56,7 +55,8 @@ class Plan:
 
             raise TraceError(
                 "a symbolic array of another trace is used here",
-                cure="pass it as an argument; do not keep symbolic arrays outside of the function that made them",
+                cure="pass it as an argument; do not keep symbolic arrays outside of "
+                "the function that made them",
             )
         self.outs = tuple(outs)
         verify.check(outs, "before the partition")

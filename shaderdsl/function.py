@@ -77,7 +77,8 @@ def run_checks(
         low, high = interpret.index_range(c.index, c.guards, c.space, known, scalars)
         if low < 0 or high >= c.extent:
             raise IndexRangeError(
-                f"ids run from {low} to {high}, but the indexed axis of {c.array!r} has size {c.extent}",
+                f"ids run from {low} to {high}, but the indexed axis of {c.array!r} "
+                f"has size {c.extent}",
                 where=c.where,
                 cure="keep ids in range, or guard the read with sd.where",
             )
@@ -145,7 +146,8 @@ class Op:
             return names + [f"arg{k}" for k in range(len(names), count)]
         if len(names) < count:
             raise ShapeError(
-                f"{self.name} takes {len(names)} operands, its signature '{self.signature.text}' names {count}",
+                f"{self.name} takes {len(names)} operands, its signature "
+                f"'{self.signature.text}' names {count}",
                 where=T_where(self.function),
             )
         return names[:count]
@@ -163,7 +165,8 @@ class Op:
         for name in self._operands[len(values) :]:
             if name not in options:
                 raise ShapeError(
-                    f"{self.name} takes {len(self._operands)} operands ({', '.join(self._operands)}), got {len(args)}",
+                    f"{self.name} takes {len(self._operands)} operands "
+                    f"({', '.join(self._operands)}), got {len(args)}",
                     where=f"{self.name} ({E.user_location()})",
                 )
             values.append(options.pop(name))
@@ -521,7 +524,8 @@ class Compiled:
         unknown = [d for d in donate if d not in self._parameters.parameters]
         if unknown:
             raise AxisError(
-                f"donate names {unknown[0]!r}, which is no parameter of {getattr(function, '__name__', function)}"
+                f"donate names {unknown[0]!r}, which is no parameter of "
+                f"{getattr(function, '__name__', function)}"
             )
 
     def _flatten(
@@ -725,7 +729,8 @@ def _cotangent_leaves(
         a = asarray(g)
         if a.shape != shape:
             raise ShapeError(
-                f"a cotangent has shape {a.shape}, the result it belongs to has {shape}",
+                f"a cotangent has shape {a.shape}, the result it belongs to has "
+                f"{shape}",
                 where=E.user_location(),
             )
         out.append(a if a.dtype == dtype else a.astype(dtype))
@@ -766,8 +771,7 @@ def _split(
 def jvp(
     function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """``y, dy = jvp(f, (x,), (tx,))``: the value and its derivative along the tangents.
-    """
+    """``y, dy = jvp(f, (x,), (tx,))``: the value and its derivative along the tangents."""
     traced = _Traced(function, tuple(primals), "jvp")
     given = tree.leaves(tuple(tangents))
     wrt_positions = _differentiable(traced)
@@ -775,7 +779,8 @@ def jvp(
         given = [given[k] for k in wrt_positions]
     if len(given) != len(wrt_positions):
         raise ShapeError(
-            f"jvp takes a tangent for each of {len(wrt_positions)} float arguments, got {len(given)}"
+            f"jvp takes a tangent for each of {len(wrt_positions)} float arguments, "
+            f"got {len(given)}"
         )
     wrt = [traced.inputs[k] for k in wrt_positions]
     directions = [asarray(t, s.dtype) for t, s in zip(given, wrt, strict=True)]
@@ -859,11 +864,13 @@ def value_and_grad(
         ):
             shape = getattr(loss, "shape", type(loss).__name__)
             raise DifferentiationError(
-                f"grad needs a function that gives a float scalar; this one gives {shape}",
+                "grad needs a function that gives a float scalar; this one gives "
+                f"{shape}",
                 where=T_where(function)
                 if hasattr(function, "__code__")
                 else E.user_location(),
-                cure="reduce it, e.g. with sd.sum or sd.mean, or use sd.vjp with a cotangent",
+                cure="reduce it, e.g. with sd.sum or sd.mean, or use sd.vjp with a "
+                "cotangent",
             )
         chosen = set(numbers)
         owners = _owners(args)

@@ -47,7 +47,8 @@ class Lowered:
             size = "×".join(str(n) for n in k.workgroup_size)
             lines.append(f"{i}. {k.name} [{k.archetype}] {groups} workgroups of {size}")
             lines.append(
-                f"   computes {', '.join(s.name for s in k.members)}; stores {', '.join(s.name for s in k.writes)}"
+                f"   computes {', '.join(s.name for s in k.members)}; stores "
+                f"{', '.join(s.name for s in k.writes)}"
             )
             lines.append(f"   {k.bytes:,} bytes, {k.flops:,} FLOPs")
             if k.reason:

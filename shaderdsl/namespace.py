@@ -230,8 +230,7 @@ def min(
 def _count(
     x: Any, over: str | None, axis: Any, condition: Any, keepdims: bool, name: str
 ) -> Any:
-    """How many elements take part: a number that is known, or a sum over the condition.
-    """
+    """How many elements take part: a number that is known, or a sum over the condition."""
     if condition is not None:
         if isinstance(x, T.Value):
             return sum(cast(condition, "f32"), over)
@@ -305,8 +304,7 @@ def logsumexp(
 def softmax(
     x: Any, over: str | None = None, *, axis: Any = -1, where: Any = None
 ) -> Any:
-    """eˣ / Σ eˣ, shifted by the maximum. A row of which nothing takes part gives zeros.
-    """
+    """eˣ / Σ eˣ, shifted by the maximum. A row with nothing in it gives zeros."""
     axis = None if over is not None else axis
     m = max(x, over, axis=axis, keepdims=True, where=where)
     m = stop_gradient(_select(isinf(m), 0.0, m))
@@ -529,7 +527,8 @@ def update_slice(base: Any, new: Any, *, axis: int, start: Any) -> Array:
         a = A.normal_axis(axis, b.ndim)
         if start < 0 or start + n.shape[a] > b.shape[a]:
             raise IndexRangeError(
-                f"update_slice: positions {start} … {start + n.shape[a]} of axis {a}, which has size {b.shape[a]}",
+                f"update_slice: positions {start} … {start + n.shape[a]} of axis {a}, "
+                f"which has size {b.shape[a]}",
                 where=E.user_location(),
             )
         return call(lambda x, y, s: A.update_slice(x, y, axis, s), b, n, start)

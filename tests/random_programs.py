@@ -1,7 +1,9 @@
-"""Random programs over arrays: maps, reductions, contractions, views, gathers, masks, several outputs, shared parts.
+"""Random programs over arrays: maps, reductions, contractions, views, gathers, masks,
+several outputs, shared parts.
 
-`program(seed)` gives a function and its arguments. What it computes is compared on a device with the float64 evaluation of
-its graph, and its gradients with float64 differences. Run as a command: ``python tests/random_programs.py FIRST COUNT``.
+`program(seed)` gives a function and its arguments. What it computes is compared on a
+device with the float64 evaluation of its graph, and its gradients with float64
+differences. Run as a command: ``python tests/random_programs.py FIRST COUNT``.
 """
 
 from __future__ import annotations
@@ -54,9 +56,25 @@ def step(rng: np.random.Generator, pool: list[Any]) -> Any:
     """One more value."""
     x = pick(rng, pool)
     kind = rng.choice(
-        ["unary", "binary", "binary", "reduce", "softmax", "matmul", "view", "slice", "where", "take", "cumsum", "norm",
-         "concat", "pad", "outer", "arg"]
-    )  # fmt: skip
+        [
+            "unary",
+            "binary",
+            "binary",
+            "reduce",
+            "softmax",
+            "matmul",
+            "view",
+            "slice",
+            "where",
+            "take",
+            "cumsum",
+            "norm",
+            "concat",
+            "pad",
+            "outer",
+            "arg",
+        ]
+    )
     axis = int(rng.integers(0, x.ndim)) if x.ndim else 0
     if kind == "unary":
         f = rng.choice(
@@ -157,7 +175,8 @@ def error(got: Any, want: np.ndarray) -> float:
 
 
 def check(seed: int, tolerance: float = 2e-4) -> str | None:
-    """Run one program on the current device; a description of what is wrong, or None."""
+    """Run one program on the current device; a description of what is wrong, or None.
+    """
     f, xs = program(seed)
     traced = function._Traced(f, tuple(xs), "random")
     given = dict(zip(traced.inputs, xs, strict=True))
@@ -169,7 +188,10 @@ def check(seed: int, tolerance: float = 2e-4) -> str | None:
     got = sd.compile(f)(*xs)
     for k, (g, w) in enumerate(zip(got, want, strict=True)):
         if g.shape != w.shape or not error(g, w) < tolerance:
-            return f"seed {seed}: output {k} of shape {w.shape} is off by {error(g, w):.2e}"
+            return (
+                f"seed {seed}: output {k} of shape {w.shape} is off by "
+                f"{error(g, w):.2e}"
+            )
     weights = [
         np.random.default_rng(seed + k).standard_normal(w.shape)
         for k, w in enumerate(want)
@@ -206,7 +228,10 @@ def check(seed: int, tolerance: float = 2e-4) -> str | None:
         scale = max(1.0, float(np.abs(np.asarray(gradients[k])).sum()))
         kink = abs(slope[1e-6] - slope[1e-7]) / scale
         if kink < 1e-5 and not abs(have - slope[1e-6]) / scale < tolerance:
-            return f"seed {seed}: gradient {k} gives {have:.6g} along a direction, differences {slope[1e-6]:.6g}"
+            return (
+                f"seed {seed}: gradient {k} gives {have:.6g} along a direction, "
+                f"differences {slope[1e-6]:.6g}"
+            )
     return None
 
 

@@ -1,4 +1,6 @@
-"""How many kernels an op takes, forward with residuals and pullback, and that new sizes and options compile nothing."""
+"""How many kernels an op takes, forward with residuals and pullback, and that new sizes
+and options compile nothing.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_elementwise_and_rows(device, n):
 
 @pytest.mark.parametrize("n", [48, 64, 1024, 1000])
 def test_norms(device, n):
-    """RMSNorm: dx with the first stage of dgain, then its second. LayerNorm has two such sums."""
+    """RMSNorm: dx with the first stage of dgain, then its second. LayerNorm has two
+    such sums.
+    """
     assert counts(ops.rms_norm, shape(128, n), shape(n)) == (1, 2)
     forward, backward = counts(ops.layer_norm, shape(128, n), shape(n), shape(n))
     assert forward == 1 and backward <= 3

@@ -52,7 +52,8 @@ def column_kernels(g: Group, target: Target) -> list[Kernel]:
         wide = vector is not None
         accs[m] = f"acc{k}_"
         w.line(
-            f"var acc{k}_: {wgsl_type(dtype, wide)} = {identity(w, m.stage.monoid or 'sum', dtype, wide)};",
+            f"var acc{k}_: {wgsl_type(dtype, wide)} = "
+            f"{identity(w, m.stage.monoid or 'sum', dtype, wide)};",
             1,
         )
     w.open()
@@ -60,14 +61,15 @@ def column_kernels(g: Group, target: Target) -> list[Kernel]:
     for m in g.members:
         body = bodies[m]
         v = w.splat(body) if vector is not None else w.value(body)
-        w.line(
-            f"{accs[m]} = {combine(m.stage.monoid or 'sum', accs[m], v, body.dtype, vector is not None)};"
-        )
+        monoid = m.stage.monoid or "sum"
+        step = combine(monoid, accs[m], v, body.dtype, vector is not None)
+        w.line(f"{accs[m]} = {step};")
     inner = w.close()
     rows_param = w.param(("rows",), count, stem="rows")
     per_param = w.param(("per",), per, stem="per")
     w.line(
-        f"for (var row = share * {per_param}; row < min((share + 1u) * {per_param}, {rows_param}); row++) {{",
+        f"for (var row = share * {per_param}; row < min((share + 1u) * {per_param}, "
+        f"{rows_param}); row++) {{",
         1,
     )
     w.blocks[1] += [*indent(inner), "}"]
@@ -129,7 +131,8 @@ def finish_kernel(m: Member, partial: Scratch, shares: int, target: Target) -> K
         while half:
             other = f"joined[lane + {half * outputs}u]"
             w.line(
-                f"if (part < {half}u) {{ joined[lane] = {combine(monoid, 'joined[lane]', other, dtype)}; }}"
+                f"if (part < {half}u) "
+                f"{{ joined[lane] = {combine(monoid, 'joined[lane]', other, dtype)}; }}"
             )
             w.line("workgroupBarrier();")
             half //= 2

@@ -97,8 +97,7 @@ class ContractParts:
 
 
 def contract_parts(stage: Stage, body: Expr) -> ContractParts | None:
-    """A sum of a product whose factors fall into two groups with different output axes.
-    """
+    """A sum of a product whose factors fall into two groups with different output axes."""
     if stage.monoid != "sum" or stage.dtype not in E.FLOATS:
         return None
     no = len(stage.ext)
@@ -194,7 +193,8 @@ def scatter_parts(stage: Stage, body: Expr) -> ScatterParts | None:
             if any(x.free >> v & 1 for x in (*rest, *fs)):
                 continue
             if ids.free & ((1 << no) - 1):
-                continue  # places that differ along an output axis: not one order for all
+                # Places that differ along an output axis: not one order for all.
+                continue
             value = E.guard(
                 rest, product([*fs, *([E.const(number)] if number != 1.0 else [])])
             )

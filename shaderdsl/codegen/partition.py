@@ -89,7 +89,8 @@ class Group:
         return self.targets.get(m.stage) or (m.stage, self.own_load(m).args)
 
     def __repr__(self) -> str:
-        return f"{self.kind}[{','.join(map(str, self.rows))}|{','.join(map(str, self.lanes))}]{self.members}"
+        rows, lanes = (",".join(map(str, n)) for n in (self.rows, self.lanes))
+        return f"{self.kind}[{rows}|{lanes}]{self.members}"
 
 
 class Partition:
@@ -267,15 +268,7 @@ class Partition:
                 assert part.body is not None
                 members.append(make_member(part, part.body))
             replacement = E.load(part, [E.index(a) for a in axes])
-            target = best
-            body = E.rewrite(
-                body,
-                lambda n, args: (
-                    replacement
-                    if n is target
-                    else (E.rebuild(n, args) if n.args else n)
-                ),
-            )
+            body = E.replace(body, best, replacement)
 
     # -------------------------------------------------------------- placing
 
@@ -380,7 +373,8 @@ class Partition:
                 return None
         if not self._fits([*g.members, m]):
             self.log.append(
-                f"{m.stage.name} stays apart from its producer: more than {self.limit} bindings"
+                f"{m.stage.name} stays apart from its producer: more than {self.limit} "
+                "bindings"
             )
             return None
         return [where[a] for a in m.axes]
@@ -389,7 +383,7 @@ class Partition:
         rows = len(g.rows)
         if m.role == "map":
             return True
-        lanes = {q for q in range(rows, len(g.space))}
+        lanes = set(range(rows, len(g.space)))
         out, red = {where[a] for a in m.out}, {where[a] for a in m.red}
         if red == lanes and out == set(range(rows)) and m.role in ("row", "column"):
             m.role = "row"
@@ -485,10 +479,14 @@ class Partition:
             if any(n.data in inside for x in a.members for n in x.loads):
                 return
         if any(
-            q is not g and q is not h
-            and ((self._reaches(g, q) and self._reaches(q, h)) or (self._reaches(h, q) and self._reaches(q, g)))
+            q is not g
+            and q is not h
+            and (
+                (self._reaches(g, q) and self._reaches(q, h))
+                or (self._reaches(h, q) and self._reaches(q, g))
+            )
             for q in self.groups
-        ):  # fmt: skip
+        ):
             return
         if not self._fits([*g.members, *h.members]):
             return

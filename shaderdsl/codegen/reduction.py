@@ -120,7 +120,8 @@ class Tree:
             w.line(f"var {total} = {v};", depth)
             other = f"subgroupShuffleXor({total}, d)"
             w.line(
-                f"for (var d = sg_size / 2u; d > 0u; d /= 2u) {{ {total} = {combine(monoid, total, other, dtype)}; }}",
+                "for (var d = sg_size / 2u; d > 0u; d /= 2u) "
+                f"{{ {total} = {combine(monoid, total, other, dtype)}; }}",
                 depth,
             )
             w.line(f"if (sg_lane == 0u) {{ {names[-1]}[sg] = {total}; }}", depth)
@@ -130,12 +131,14 @@ class Tree:
             w.line(f"{total} = {neutral};", depth)
             step = combine(monoid, total, f"{name}[q]", dtype)
             w.line(
-                f"for (var q = sg_lane; q < sg_count; q += sg_size) {{ {total} = {step}; }}",
+                "for (var q = sg_lane; q < sg_count; q += sg_size) "
+                f"{{ {total} = {step}; }}",
                 depth,
             )
             other = f"subgroupShuffleXor({total}, d)"
             w.line(
-                f"for (var d = sg_size / 2u; d > 0u; d /= 2u) {{ {total} = {combine(monoid, total, other, dtype)}; }}",
+                "for (var d = sg_size / 2u; d > 0u; d /= 2u) "
+                f"{{ {total} = {combine(monoid, total, other, dtype)}; }}",
                 depth,
             )
         self.dirty = True

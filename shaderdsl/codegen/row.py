@@ -215,7 +215,7 @@ class _Row:
         return out
 
     def _phases(self, at: str) -> None:
-        w, s = self.w, self.schedule
+        w = self.w
         decode(w, at, self.layout.loops[0], 1)
         last = max(self.levels.values(), default=0)
         self.names: dict[int, dict[int, str]] = {}
@@ -246,7 +246,8 @@ class _Row:
             name = w.fresh("acc")
             dtype = m.body.dtype
             w.line(
-                f"var {name}: {wgsl_type(dtype, vector)} = {identity(w, m.stage.monoid or 'sum', dtype, vector)};",
+                f"var {name}: {wgsl_type(dtype, vector)} = "
+                f"{identity(w, m.stage.monoid or 'sum', dtype, vector)};",
                 1,
             )
             accs.append((m, name, vector))
@@ -284,9 +285,14 @@ class _Row:
         return self.vector is not None and bool(self.bodies[m].free >> self.vector & 1)
 
     def _chunk(
-        self, c: int, n: str, whole: bool, accs: Sequence[tuple[Member, str, bool]], maps: Sequence[Member],
+        self,
+        c: int,
+        n: str,
+        whole: bool,
+        accs: Sequence[tuple[Member, str, bool]],
+        maps: Sequence[Member],
         columns: Sequence[Member],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One element (or vec4) of each lane, unrolled; values keep their names from
         phase to phase.
         """
@@ -322,9 +328,14 @@ class _Row:
         w.blocks[1] += w.close()
 
     def _elements(
-        self, accs: Sequence[tuple[Member, str, bool]], maps: Sequence[Member], columns: Sequence[Member],
-        inside: str | None, at: str, chunk: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        accs: Sequence[tuple[Member, str, bool]],
+        maps: Sequence[Member],
+        columns: Sequence[Member],
+        inside: str | None,
+        at: str,
+        chunk: int = 0,
+    ) -> None:
         """What one lane does at one position of its row."""
         w = self.w
         for m, name, vector in accs:

@@ -42,7 +42,8 @@ def scan_kernels(g: Group, target: Target) -> list[Kernel]:
     w.shared.append(f"var<workgroup> segment: array<{t}, {size}>;")
     w.line("let row = group.y * groups.x + group.x;")
     w.line(
-        f"if (row >= {w.param(('rows',), math.prod(g.rows), stem='rows')}) {{ return; }}"
+        f"if (row >= {w.param(('rows',), math.prod(g.rows), stem='rows')}) "
+        f"{{ return; }}"
     )
     decode(w, "row", layout.loops[0], 0)
     w.line(f"let per = ({n} + {size - 1}u) / {size}u;")

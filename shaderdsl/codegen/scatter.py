@@ -20,7 +20,6 @@ from .schedule import (
     decode,
     finish,
     fold,
-    kernel_bodies,
     kernel_name,
     lay_out,
     make_writer,
@@ -143,8 +142,11 @@ def _sum(g: Group, target: Target, links: Scratch, count: int) -> Kernel:
     identity = MONOIDS["sum"].identity[dtype]
     zero = f"{t}({float(identity) if dtype == 'f32' else int(identity)})"
     w.blocks[0] += head
-    w.line(f"if ({goes} < 0 || u32({goes}) >= {w.extent([target_axis])}) {{ return; }}" if ids.dtype == "i32"
-           else f"if ({goes} >= {w.extent([target_axis])}) {{ return; }}")  # fmt: skip
+    w.line(
+        f"if ({goes} < 0 || u32({goes}) >= {w.extent([target_axis])}) {{ return; }}"
+        if ids.dtype == "i32"
+        else f"if ({goes} >= {w.extent([target_axis])}) {{ return; }}"
+    )
     w.line(f"let goes_to = u32({goes});")
     w.line(f"var sum = {zero};")
     w.open()

@@ -19,7 +19,8 @@ from .target import Target
 from .writer import WIDTH, Writer, contiguous
 
 BUILTINS = (
-    "@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>, "
+    "@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: "
+    "vec3<u32>, "
     "@builtin(local_invocation_index) lane: u32"
 )
 
@@ -72,8 +73,7 @@ def lay_out(
     classes: Sequence[Sequence[int]],
     more: Sequence[Expr] = (),
 ) -> Layout:
-    """Addresses of every access, and the loops left once neighbouring axes are merged.
-    """
+    """Addresses of every access, and the loops left once neighbouring axes are merged."""
     inside = {m.stage for m in g.members if m.role != "map"}
     space = g.space
     addresses: dict[Expr, Address] = {}
@@ -168,8 +168,7 @@ def decode(
     depth: int,
     vector: int | None = None,
 ) -> None:
-    """Name the axes of one class from a flat position (in vec4s along the vector axis).
-    """
+    """Name the axes of one class from a flat position (in vec4s along ``vector``)."""
     current = flat
     for j in reversed(range(len(loop))):
         group = loop[j]
@@ -212,9 +211,15 @@ def fold(workgroups: int, target: Target) -> tuple[int, int, int]:
 
 
 def finish(
-    g: Group, w: Writer, layout: Layout, body: Sequence[str], name: str, archetype: str, size: int,
+    g: Group,
+    w: Writer,
+    layout: Layout,
+    body: Sequence[str],
+    name: str,
+    archetype: str,
+    size: int,
     grid: tuple[int, int, int],
-) -> Kernel:  # fmt: skip
+) -> Kernel:
     """Put the text together with what it computes."""
     spaces = {m: math.prod(m.space) for m in g.members}
     tensors = [t for t in w.bound if isinstance(t, Stage)]

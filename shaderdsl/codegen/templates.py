@@ -115,11 +115,23 @@ def signature(g: Group) -> tuple[Any, dict[Tensor, int]]:
             )
         parts.append(
             (
-                "member", number(m.stage), m.role, m.stage.kind, m.stage.monoid, m.stage.loc, m.space, m.out, m.red,
-                tuple(g.axes[m]), m in g.stored, ids[m.body],
-                None if place is None else (number(place[0]), tuple(ids[x] for x in place[1])),
+                "member",
+                number(m.stage),
+                m.role,
+                m.stage.kind,
+                m.stage.monoid,
+                m.stage.loc,
+                m.space,
+                m.out,
+                m.red,
+                tuple(g.axes[m]),
+                m in g.stored,
+                ids[m.body],
+                None
+                if place is None
+                else (number(place[0]), tuple(ids[x] for x in place[1])),
             )
-        )  # fmt: skip
+        )
     # Equal bodies may come from different stages that were inlined: what is computed is
     # numbered by these.
     computed = members_of(g)
@@ -165,14 +177,23 @@ def _abstract(
                 return None
         out.append(
             {
-                "name": k.name, "archetype": k.archetype, "wgsl": k.wgsl, "size": k.workgroup_size,
-                "grid": k.workgroups, "bindings": bindings,
-                "params": [[list(p.value) if isinstance(p.value, tuple) else p.value, p.dtype] for p in k.params],
-                "members": [computed[s] for s in k.members], "writes": [computed[s] for s in k.writes],
-                "flops": k.flops, "bytes": k.bytes,
+                "name": k.name,
+                "archetype": k.archetype,
+                "wgsl": k.wgsl,
+                "size": k.workgroup_size,
+                "grid": k.workgroups,
+                "bindings": bindings,
+                "params": [
+                    [list(p.value) if isinstance(p.value, tuple) else p.value, p.dtype]
+                    for p in k.params
+                ],
+                "members": [computed[s] for s in k.members],
+                "writes": [computed[s] for s in k.writes],
+                "flops": k.flops,
+                "bytes": k.bytes,
                 "reason": k.reason,
             }
-        )  # fmt: skip
+        )
     return out
 
 
@@ -195,13 +216,19 @@ def _concrete(
             Param(tuple(v) if isinstance(v, list) else v, d) for v, d in k["params"]
         )
         kernel = Kernel(
-            name=k["name"], archetype=k["archetype"], wgsl=k["wgsl"],
+            name=k["name"],
+            archetype=k["archetype"],
+            wgsl=k["wgsl"],
             workgroup_size=(k["size"][0], k["size"][1], k["size"][2]),
             workgroups=(k["grid"][0], k["grid"][1], k["grid"][2]),
-            bindings=tuple(bindings), params=params,
-            members=tuple(computed[i] for i in k["members"]), writes=tuple(computed[i] for i in k["writes"]),
-            flops=k["flops"], bytes=k["bytes"], reason=k["reason"],
-        )  # fmt: skip
+            bindings=tuple(bindings),
+            params=params,
+            members=tuple(computed[i] for i in k["members"]),
+            writes=tuple(computed[i] for i in k["writes"]),
+            flops=k["flops"],
+            bytes=k["bytes"],
+            reason=k["reason"],
+        )
         out.append(kernel)
     return out
 

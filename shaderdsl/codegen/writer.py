@@ -179,8 +179,7 @@ class Writer:
     # -------------------------------------------------------------- addresses
 
     def address(self, form: Address, divide: int = 1) -> str:
-        """The text of an element offset (in vec4s when ``divide`` is the vector width).
-        """
+        """The text of an element offset (in vec4s when ``divide`` is the vector width)."""
         terms = sorted(
             form.terms,
             key=lambda t: self.level(
@@ -415,10 +414,8 @@ class Writer:
         if n.data == "stop_gradient":
             return args[0]
         if n.data in ("floordiv", "mod") and n.dtype == "i32":
-            if (
-                all(interval(x, self.space)[0] >= 0 for x in n.args)
-                and interval(n.args[1], self.space)[0] > 0
-            ):
+            lows = [interval(x, self.space)[0] for x in n.args]
+            if lows[0] >= 0 and lows[1] > 0:
                 return self.let(
                     f"{args[0]} {'/' if n.data == 'floordiv' else '%'} {args[1]}", level
                 )
@@ -465,7 +462,8 @@ class Writer:
         buffer = self.binding(tensor, as_vector, True, label)
         if as_vector:
             self.blocks[depth].append(
-                f"{buffer}[{self.address(form, WIDTH)}] = {self._narrow(tensor, value, True)};"
+                f"{buffer}[{self.address(form, WIDTH)}] = "
+                f"{self._narrow(tensor, value, True)};"
             )
         elif not vector:
             self._store_one(tensor, buffer, self.address(form), value)
@@ -478,10 +476,12 @@ class Writer:
             at = self.let(at, len(self.blocks) - 1, "a")
             word = f"&{buffer}[{at} >> 1u]"
             self.line(
-                f"atomicAnd({word}, select(0xffff0000u, 0x0000ffffu, ({at} & 1u) == 1u));"
+                f"atomicAnd({word}, select(0xffff0000u, 0x0000ffffu, ({at} & 1u) == "
+                "1u));"
             )
             self.line(
-                f"atomicOr({word}, pack2x16float(vec2<f32>({value}, 0.0)) << (16u * ({at} & 1u)));"
+                f"atomicOr({word}, pack2x16float(vec2<f32>({value}, 0.0)) << (16u * "
+                f"({at} & 1u)));"
             )
         else:
             self.line(f"{buffer}[{at}] = {self._narrow(tensor, value, False)};")
@@ -494,7 +494,8 @@ class Writer:
                 else f"select(0u, 1u, {value})"
             )
         if vector and self._words(tensor):
-            return f"sd_pack({value if tensor.dtype in ('u32', 'bool') else f'bitcast<vec4<u32>>({value})'})"
+            words = tensor.dtype in ("u32", "bool")
+            return f"sd_pack({value if words else f'bitcast<vec4<u32>>({value})'})"
         if tensor.dtype == "f16":
             if self.target.features.f16:
                 return f"{'vec4<f16>' if vector else 'f16'}({value})"
@@ -518,13 +519,15 @@ class Writer:
             if self.target.enable_subgroups_directive:
                 head.append("enable subgroups;")
             builtins += (
-                ", @builtin(subgroup_size) sg_size: u32, @builtin(subgroup_invocation_id) sg_lane: u32"
+                ", @builtin(subgroup_size) sg_size: u32, "
+                "@builtin(subgroup_invocation_id) sg_lane: u32"
                 ", @builtin(subgroup_id) sg: u32, @builtin(num_subgroups) sg_count: u32"
             )
         for k, (tensor, b) in enumerate(self.bound.items()):
             access = "read_write" if b.write else "read"
             head.append(
-                f"@group(0) @binding({k}) var<storage, {access}> {b.name}: array<{self._memory(tensor, b)}>;"
+                f"@group(0) @binding({k}) var<storage, {access}> {b.name}: "
+                f"array<{self._memory(tensor, b)}>;"
             )
         if self.params:
             fields = ", ".join(f"{name}: {p.dtype}" for name, p in self.params.values())
@@ -579,33 +582,41 @@ def _own_helpers(code: str) -> list[str]:
     if "sd_unpack(" in code:
         out.append(
             "fn sd_unpack(w: vec2<u64>) -> vec4<u32> {\n"
-            "  return vec4<u32>(u32(w.x & 0xfffffffflu), u32(w.x >> 32u), u32(w.y & 0xfffffffflu), u32(w.y >> 32u));\n}"
+            "  return vec4<u32>(u32(w.x & 0xfffffffflu), u32(w.x >> 32u), u32(w.y & "
+            "0xfffffffflu), u32(w.y >> 32u));\n}"
         )
     if "sd_pack(" in code:
         out.append(
             "fn sd_pack(v: vec4<u32>) -> vec2<u64> {\n"
-            "  return vec2<u64>(u64(v.x) | (u64(v.y) << 32u), u64(v.z) | (u64(v.w) << 32u));\n}"
+            "  return vec2<u64>(u64(v.x) | (u64(v.y) << 32u), u64(v.z) | (u64(v.w) << "
+            "32u));\n}"
         )
     if "sd_half(" in code:
         out.append(
-            "fn sd_half(w: u32, i: u32) -> f32 { let p = unpack2x16float(w); return select(p.x, p.y, (i & 1u) == 1u); }"
+            "fn sd_half(w: u32, i: u32) -> f32 "
+            "{ let p = unpack2x16float(w); return select(p.x, p.y, (i & 1u) == 1u); }"
         )
     if "sd_half4(" in code:
         out.append(
-            "fn sd_half4(w: vec2<u32>) -> vec4<f32> { return vec4<f32>(unpack2x16float(w.x), unpack2x16float(w.y)); }"
+            "fn sd_half4(w: vec2<u32>) -> vec4<f32> "
+            "{ return vec4<f32>(unpack2x16float(w.x), unpack2x16float(w.y)); }"
         )
     return out
 
 
 def spell(name: str, args: Sequence[str], dtype: str, vector: bool) -> str:
-    """A primitive in WGSL, given the names of its operands and the dtype of the first.
-    """
+    """A primitive in WGSL: names of its operands, dtype of the first."""
     text = PRIMITIVES[name].wgsl
     own = wgsl_type(dtype, vector)
     tokens = {
-        "{F}": wgsl_type("f32", vector), "{I}": wgsl_type("i32", vector), "{U}": wgsl_type("u32", vector),
-        "{B}": wgsl_type("bool", vector), "{T}": own, "{V}": "_v4" if vector else "", "{t}": dtype,
-    }  # fmt: skip
+        "{F}": wgsl_type("f32", vector),
+        "{I}": wgsl_type("i32", vector),
+        "{U}": wgsl_type("u32", vector),
+        "{B}": wgsl_type("bool", vector),
+        "{T}": own,
+        "{V}": "_v4" if vector else "",
+        "{t}": dtype,
+    }
     for token, v in tokens.items():
         text = text.replace(token, v)
     for k, a in enumerate(args):

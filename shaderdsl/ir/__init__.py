@@ -1,1 +1,3 @@
-"""What is computed: expressions, stages, derivatives, an interpreter. Needs NumPy alone."""
+"""What is computed: expressions, stages, derivatives, an interpreter. Needs NumPy
+alone.
+"""

@@ -6,6 +6,7 @@ Everything here is a map or one reduction over positional axes, so it fuses like
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +40,8 @@ def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
                 out[at] = n
             elif n not in (1, out[at]):
                 raise ShapeError(
-                    f"shapes {' and '.join(str(tuple(x)) for x in shapes)} do not broadcast: "
+                    f"shapes {' and '.join(str(tuple(x)) for x in shapes)} do not "
+                    "broadcast: "
                     f"axis {at} is {out[at]} and {n}",
                     where=E.user_location(),
                 )
@@ -137,7 +139,8 @@ def reduce(
     axes = _axes(axis, len(shape))
     if monoid in ("max", "min") and any(shape[a] == 0 for a in axes):
         raise ReductionError(
-            f"{monoid} over an axis of size 0 has no identity (shape {shape}, axis {axis})",
+            f"{monoid} over an axis of size 0 has no identity (shape {shape}, axis "
+            f"{axis})",
             where=E.user_location(),
         )
     if condition is not None:
@@ -175,8 +178,7 @@ def count(shape: Sequence[int], axis: int | Sequence[int] | None) -> int:
 
 
 def arg_extreme(monoid: str, x: Stage, axis: int | None, keepdims: bool) -> Stage:
-    """Index of the first greatest (least) element; of the first NaN where there is one.
-    """
+    """Index of the first greatest (least) element; of the first NaN where there is one."""
     if axis is None:
         x, axis = reshape(x, (x.size,)), 0
     a = normal_axis(axis, len(x.shape))
@@ -238,7 +240,8 @@ def matmul(a: Stage, b: Stage) -> Stage:
     k, kb = left[-1], right[-2] if len(right) > 1 else right[0]
     if k != kb:
         raise ShapeError(
-            f"{left} @ {right}: the last axis of the left side is {k}, the contracted axis of the right is {kb}",
+            f"{left} @ {right}: the last axis of the left side is {k}, the contracted "
+            f"axis of the right is {kb}",
             where=E.user_location(),
         )
     batch = broadcast_shape(left[:-2], right[:-2])
@@ -277,7 +280,8 @@ def reshape(x: Stage, shape: Sequence[int]) -> Stage:
         new[new.index(-1)] = x.size // rest if rest else 0
     if math.prod(new) != x.size:
         raise ShapeError(
-            f"cannot reshape {x.shape} ({x.size} elements) to {tuple(shape)} ({math.prod(new)})",
+            f"cannot reshape {x.shape} ({x.size} elements) to {tuple(shape)} "
+            f"({math.prod(new)})",
             where=E.user_location(),
         )
     if tuple(new) == x.shape:
@@ -285,7 +289,7 @@ def reshape(x: Stage, shape: Sequence[int]) -> Stage:
     if x.size == 0:
         return full(new, E.const(0), x.dtype)
     cuts = sorted(_suffixes(x.shape) | _suffixes(new), reverse=True)
-    if all(a % b == 0 for a, b in zip(cuts, cuts[1:], strict=False)):
+    if all(a % b == 0 for a, b in itertools.pairwise(cuts)):
         return _reshape_digits(x, new, cuts)
     flat = merge(range(len(new)), new)
     return map_stage(
@@ -301,7 +305,7 @@ def _reshape_digits(x: Stage, new: Sequence[int], cuts: list[int]) -> Stage:
     """A reshape whose sizes share a common refinement: merged and split axes, no
     division.
     """
-    ext = [a // b for a, b in zip(cuts, cuts[1:], strict=False)]
+    ext = [a // b for a, b in itertools.pairwise(cuts)]
 
     def groups(shape: Sequence[int]) -> list[tuple[int, ...]]:
         out, top = [], math.prod(shape)
@@ -491,8 +495,7 @@ def pad(x: Stage, widths: Sequence[tuple[int, int]], value: Expr) -> Stage:
 
 
 def update_slice(base: Stage, new: Stage, axis: int, start: Expr) -> Stage:
-    """``base`` with ``new`` in place of the positions from ``start`` on along an axis.
-    """
+    """``base`` with ``new`` from position ``start`` on along an axis."""
     rank = len(base.shape)
     a = normal_axis(axis, rank)
     if len(new.shape) != rank or any(
@@ -506,7 +509,8 @@ def update_slice(base: Stage, new: Stage, axis: int, start: Expr) -> Stage:
         )
     if new.shape[a] > base.shape[a]:
         raise ShapeError(
-            f"update_slice: {new.shape[a]} positions do not fit into axis {a} of size {base.shape[a]}",
+            f"update_slice: {new.shape[a]} positions do not fit into axis {a} of size "
+            f"{base.shape[a]}",
             where=E.user_location(),
         )
     start = E.cast(start, "i32")

@@ -48,7 +48,7 @@ def check_ranges(
     memo: dict[tuple[int, ...], dict[Expr, tuple[int, int]]] = {}
     while stack:
         node, guards, space = stack.pop()
-        if (node, guards) in seen or not node.args and node.kind != "load":
+        if (node, guards) in seen or (not node.args and node.kind != "load"):
             continue
         seen.add((node, guards))
         if node.kind == "apply" and node.data == "where":
@@ -69,9 +69,11 @@ def check_ranges(
                     checks.append(_host_check(node, i, n, guards, space, op))
                 elif not _implied(i, n, guards, space):
                     raise IndexRangeError(
-                        f"an index of {node.data.name!r} runs from {low} to {high}, outside of its axis of size {n}",
+                        f"an index of {node.data.name!r} runs from {low} to {high}, "
+                        f"outside of its axis of size {n}",
                         where=f"{op} ({node.loc or E.user_location()})",
-                        cure="guard it: sd.where(condition, x.at(…), 0.0), or sd.clip the index",
+                        cure="guard it: sd.where(condition, x.at(…), 0.0), or sd.clip "
+                        "the index",
                     )
             if node.data.kind == "reduce" and node.data.body is not None:
                 inner = _carry(node, guards)

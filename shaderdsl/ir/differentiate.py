@@ -67,8 +67,7 @@ class _Adjoint:
 def vjp(
     outs: Sequence[Stage], cotangents: Sequence[Stage | None], wrt: Sequence[Stage]
 ) -> list[Stage | None]:
-    """Cotangents of ``wrt`` given those of ``outs``; None where nothing depends on it.
-    """
+    """Cotangents of ``wrt`` given those of ``outs``; None where nothing depends on it."""
     order = topo_stages([*outs, *wrt])
     dep = dependent_stages(order, wrt)
     adjoints = {s: _Adjoint() for s in order}
@@ -247,8 +246,7 @@ def _refine(adjoint: _Adjoint, n: Expr, space: Sequence[int]) -> None:
 
 @dataclass
 class _Solution:
-    """Consumer axes in terms of the target's, what must hold, and equations that stay.
-    """
+    """Consumer axes in terms of the target's, what must hold, and equations that stay."""
 
     axes: dict[int, Expr | None] = field(default_factory=dict)
     guards: list[Expr] = field(default_factory=list)
@@ -366,8 +364,7 @@ def _solve_dim(
 def jvp(
     outs: Sequence[Stage], wrt: Sequence[Stage], tangents: Sequence[Stage]
 ) -> list[Stage | None]:
-    """Tangents of ``outs`` given those of ``wrt``; None where the derivative is zero.
-    """
+    """Tangents of ``outs`` given those of ``wrt``; None where the derivative is zero."""
     order = topo_stages([*outs, *wrt])
     dep = dependent_stages(order, wrt)
     tangent: dict[Stage, Stage] = dict(zip(wrt, tangents, strict=True))

@@ -30,7 +30,7 @@ class Expr:
     operand; neither is part of its identity.
     """
 
-    __slots__ = ("kind", "args", "data", "dtype", "free", "loc", "label", "__weakref__")
+    __slots__ = ("__weakref__", "args", "data", "dtype", "free", "kind", "label", "loc")
     kind: str
     args: tuple[Expr, ...]
     data: Any
@@ -100,8 +100,7 @@ def _make(
 
 
 def const(value: bool | int | float, dtype: str | None = None) -> Expr:
-    """A number. Keys hold the type and the bits, so 1, 1.0, True and -0.0 stay apart.
-    """
+    """A number. Keys hold the type and the bits, so 1, 1.0, True and -0.0 stay apart."""
     if dtype is None:
         dtype = (
             "bool"
@@ -235,9 +234,9 @@ def _simplify(name: str, a: list[Expr]) -> Expr | None:
             if a[i].kind == "const" and a[i].dtype == "bool":
                 return a[1 - i] if a[i].data else a[i]
         return a[0] if a[0] is a[1] else None
-    if name in ("add", "sub", "mul", "neg") and all(x.kind == "const" for x in a):
-        if a[0].dtype != "bool":
-            return _fold(name, a)
+    folds = name in ("add", "sub", "mul", "neg") and a[0].dtype != "bool"
+    if folds and all(x.kind == "const" for x in a):
+        return _fold(name, a)
     if name == "add":
         if _is(a[0], 0):
             return a[1]
@@ -342,11 +341,19 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
 
 
 def rewrite(root: Expr, leaf: Callable[[Expr, tuple[Expr, ...]], Expr]) -> Expr:
-    """Rebuild from the leaves; ``leaf(node, new_args)`` gives each node's replacement.
-    """
+    """Rebuild from the leaves; ``leaf(node, new_args)`` gives each node's replacement."""
     memo: dict[Expr, Expr] = {}
     for n in topo(root):
         memo[n] = leaf(n, tuple(memo[x] for x in n.args))
+    return memo[root]
+
+
+def replace(root: Expr, old: Expr, new: Expr) -> Expr:
+    """The expression with one node replaced wherever it stands."""
+    memo: dict[Expr, Expr] = {}
+    for n in topo(root):
+        args = tuple(memo[x] for x in n.args)
+        memo[n] = new if n is old else rebuild(n, args) if n.args else n
     return memo[root]
 
 

@@ -7,6 +7,7 @@ digits of a mixed-radix number. Here maps are taken apart (to find addresses, to
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -80,8 +81,7 @@ def affine(e: Expr) -> Affine:
 def interval(
     e: Expr, extents: Extents, memo: dict[Expr, tuple[int, int]] | None = None
 ) -> tuple[int, int]:
-    """Least and greatest value of an integer expression, given the extents of its axes.
-    """
+    """Least and greatest value of an integer expression, given the extents of its axes."""
     if memo is None:
         memo = {}
     if e in memo:
@@ -164,7 +164,7 @@ def divmod_index(e: Expr, p: int, extents: Extents) -> tuple[Expr, Expr]:
         tuple((k // p, n) for k, n in form.rest if k % p == 0),
     ).expr()
     lo, hi = interval(low, extents)
-    if 0 <= lo and hi < p:
+    if lo >= 0 and hi < p:
         return high, low
     return (
         apply("add", high, apply("floordiv", low, const(p))),
@@ -205,7 +205,7 @@ def digits(e: Expr, extents: Extents) -> list[Digit] | None:
     items = sorted(form.axes.items(), key=lambda t: (-abs(t[1]), -extents[t[0]]))
     if abs(items[-1][1]) != 1:
         return None
-    for (_, k), (b, m) in zip(items, items[1:], strict=False):
+    for (_, k), (b, m) in itertools.pairwise(items):
         if abs(m) * extents[b] != abs(k):
             return None
     reversal = sum((extents[a] - 1) * -k for a, k in items if k < 0)

@@ -134,7 +134,8 @@ def expand(sig: Signature, shapes: Sequence[tuple[int, ...]], where: str) -> Sig
     for k, (operand, shape) in enumerate(zip(sig.inputs, shapes, strict=True)):
         if any(d.kind == "ellipsis" for d in operand) and len(shape) < len(operand) - 1:
             raise ShapeError(
-                f"argument {k} has shape {shape} but the signature asks for at least {len(operand) - 1} axes",
+                f"argument {k} has shape {shape} but the signature asks for at least "
+                f"{len(operand) - 1} axes",
                 where=where,
             )
         inputs.append(one(operand, len(shape)))
@@ -156,12 +157,13 @@ def solve(
         AxisError: an axis whose size nothing determines.
     """
     known: dict[str, int] = dict(sizes)
-    origin = {a: "a keyword" for a in sizes}
+    origin = dict.fromkeys(sizes, "a keyword")
     pending: list[tuple[int, Dim, int]] = []
     for k, (operand, shape) in enumerate(zip(sig.inputs, shapes, strict=True)):
         if len(operand) != len(shape):
             raise ShapeError(
-                f"argument {names[k]!r} has {len(shape)} dimensions {tuple(shape)}; the signature gives it "
+                f"argument {names[k]!r} has {len(shape)} dimensions {tuple(shape)}; "
+                "the signature gives it "
                 f"{len(operand)}: '{' '.join(d.text for d in operand)}'",
                 where=where,
             )
@@ -216,7 +218,8 @@ def _settle(
             origin[unknown[0]] = f"argument {name!r}"
         if _derived(d.text, known) != n:
             raise ShapeError(
-                f"argument {name!r}: axis '{d.text}' is {n}, but {_derived(d.text, known)} follows from the others",
+                f"argument {name!r}: axis '{d.text}' is {n}, but "
+                f"{_derived(d.text, known)} follows from the others",
                 where=where,
             )
         known[d.text] = n
@@ -233,8 +236,8 @@ def _settle(
             value = n // rest if rest else 0
         if value < 0 or (d.kind != "joined" and value * rest != n):
             raise ShapeError(
-                f"argument {name!r}: dimension '{d.text}' of size {n} does not divide by "
-                + " · ".join(f"{a}={known[a]}" for a in d.axes if a in known),
+                f"argument {name!r}: dimension '{d.text}' of size {n} does not divide "
+                "by " + " · ".join(f"{a}={known[a]}" for a in d.axes if a in known),
                 where=where,
             )
         known[unknown[0]] = value
@@ -243,7 +246,8 @@ def _settle(
     if rest != n:
         a = d.axes[0]
         raise ShapeError(
-            f"argument {name!r}: axis '{d.text}' is {n}, but {origin.get(a, 'another argument')} makes it {rest}",
+            f"argument {name!r}: axis '{d.text}' is {n}, but "
+            f"{origin.get(a, 'another argument')} makes it {rest}",
             where=where,
             cure="named axes must agree in size and never stretch from 1",
         )

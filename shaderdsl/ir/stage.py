@@ -51,9 +51,23 @@ class Stage:
     """
 
     __slots__ = (
-        "kind", "ext", "rext", "monoid", "body", "groups", "dtype", "shape", "strides", "size",
-        "name", "loc", "id", "loads", "source", "__weakref__",
-    )  # fmt: skip
+        "__weakref__",
+        "body",
+        "dtype",
+        "ext",
+        "groups",
+        "id",
+        "kind",
+        "loads",
+        "loc",
+        "monoid",
+        "name",
+        "rext",
+        "shape",
+        "size",
+        "source",
+        "strides",
+    )
 
     def __init__(
         self,
@@ -341,7 +355,7 @@ def _merge_reductions(
     if len(inner.shape) != len(inner.ext):
         return None
     base = max([*out, *red, *(i.data for i in body.args)], default=0) + 1
-    axes = {k: i for k, i in enumerate(body.args)}
+    axes = dict(enumerate(body.args))
     axes.update({len(inner.ext) + j: E.index(base + j) for j in range(len(inner.rext))})
     joined = [(a, extents[a]) for a in red] + [
         (base + j, n) for j, n in enumerate(inner.rext)
@@ -429,8 +443,7 @@ def _reload(n: Expr, stage: Stage, args: Sequence[Expr]) -> Expr:
 
 
 def rebind(outs: Sequence[Stage], given: dict[Stage, Stage]) -> list[Stage]:
-    """The same graph with some stages (placeholders) replaced by others of equal shape.
-    """
+    """The same graph with some stages (placeholders) replaced by others of equal shape."""
     new: dict[Stage, Stage] = dict(given)
     for s in topo_stages(outs, stop=given):
         if s not in new:
