@@ -1,4 +1,6 @@
-"""Pytrees: nested tuples, lists, dicts and registered classes, flattened to leaves and put together again."""
+"""Pytrees: nested tuples, lists, dicts and registered classes, flattened to leaves and
+put together again.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 # class -> (parts(x) -> (children, key), build(key, children))
-_registry: dict[type, tuple[Callable[[Any], tuple[list[Any], Any]], Callable[[Any, list[Any]], Any]]] = {}
+_registry: dict[
+    type, tuple[Callable[[Any], tuple[list[Any], Any]], Callable[[Any, list[Any]], Any]]
+] = {}
 
 
 def register(
@@ -15,7 +19,9 @@ def register(
     parts: Callable[[Any], tuple[list[Any], Any]],
     build: Callable[[Any, list[Any]], Any],
 ) -> None:
-    """Make a class a pytree. ``parts`` gives children and a hashable rest; ``build`` is its inverse."""
+    """Make a class a pytree. ``parts`` gives children and a hashable rest; ``build`` is
+    its inverse.
+    """
     _registry[cls] = (parts, build)
 
 
@@ -97,9 +103,50 @@ def map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
         if s != structure:
             raise ValueError("pytrees of different structure")
         rest.append(more)
-    return unflatten(structure, [function(*xs) for xs in zip(leaves, *rest, strict=True)])
+    return unflatten(
+        structure, [function(*xs) for xs in zip(leaves, *rest, strict=True)]
+    )
 
 
 def leaves(tree: Any) -> list[Any]:
     """The leaves from left to right."""
     return flatten(tree)[0]
+
+
+def partition(tree: Any, chosen: Iterable[bool]) -> tuple[Any, Any]:
+    """Two trees of one structure: chosen leaves in the first, the others in the second.
+
+    None stands where a leaf is in the other tree. :func:`combine` is the inverse.
+    """
+    leaves, structure = flatten(tree)
+    flags = list(chosen)
+    ours = [x if f else None for x, f in zip(leaves, flags, strict=True)]
+    theirs = [None if f else x for x, f in zip(leaves, flags, strict=True)]
+    return unflatten(structure, ours), unflatten(structure, theirs)
+
+
+def combine(first: Any, second: Any) -> Any:
+    """The tree with each leaf from whichever of two trees has it.
+
+    Raises:
+        ValueError: the trees are of different structure, or both have a leaf.
+    """
+    if first is None or second is None:
+        return second if first is None else first
+    kind = type(first)
+    if kind is not type(second):
+        raise ValueError("pytrees of different structure")
+    if kind in _registry:
+        parts, build = _registry[kind]
+        (ours, key), (theirs, other) = parts(first), parts(second)
+        if key != other:
+            raise ValueError("pytrees of different structure")
+        return build(key, [combine(a, b) for a, b in zip(ours, theirs, strict=True)])
+    if kind is dict:
+        if list(first) != list(second):
+            raise ValueError("pytrees of different structure")
+        return {name: combine(first[name], second[name]) for name in first}
+    if isinstance(first, (tuple, list)):
+        both = [combine(a, b) for a, b in zip(first, second, strict=True)]
+        return kind(*both) if hasattr(first, "_fields") else kind(both)
+    raise ValueError("both pytrees have this leaf")

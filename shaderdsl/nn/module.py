@@ -7,13 +7,20 @@ Fields that hold arrays, modules or tuples of them are children. Fields made wit
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, dataclass_transform
 
 from .. import tree
 from ..array import Array
 
-__all__ = ["Module", "named_arrays", "static"]
+__all__ = [
+    "Module",
+    "combine",
+    "map_modules",
+    "named_arrays",
+    "partition",
+    "static",
+]
 
 
 def static(*, default: Any = dataclasses.MISSING) -> Any:
@@ -109,3 +116,45 @@ def named_arrays(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def map_modules(
+    x: Any, kind: type, visit: Callable[[str, Any], Any], path: str = ""
+) -> Any:
+    """A pytree of modules with those of a kind replaced by ``visit(path, module)``."""
+    if isinstance(x, kind):
+        return visit(path, x)
+    if isinstance(x, Module):
+        changes = {}
+        for f in dataclasses.fields(x):  # type: ignore[arg-type]
+            if not f.metadata.get("static"):
+                old = getattr(x, f.name)
+                new = map_modules(old, kind, visit, _join(path, f.name))
+                if new is not old:
+                    changes[f.name] = new
+        return x.replace(**changes) if changes else x
+    if type(x) in (tuple, list):
+        parts = [
+            map_modules(v, kind, visit, _join(path, str(k))) for k, v in enumerate(x)
+        ]
+        return type(x)(parts) if any(a is not b for a, b in zip(parts, x)) else x
+    return x
+
+
+def partition(model: Any, chosen: Callable[[str, Any], bool]) -> tuple[Any, Any]:
+    """The parameters that ``chosen(path, parameter)`` names, and all the others.
+
+    Two trees of the model's structure, with None where a parameter is in the other
+    one. A gradient to the first gives the others none: no array and no kernel.
+    Optimisers take the first as they take a model.
+
+    Example:
+        >>> ours, frozen = sd.nn.partition(model, lambda path, _: "mlp" in path)
+        >>> loss, g = sd.value_and_grad(lambda p: f(sd.nn.combine(p, frozen)))(ours)
+    """
+    return tree.partition(model, [chosen(p, x) for p, x in named_arrays(model)])
+
+
+def combine(first: Any, second: Any) -> Any:
+    """The model from the two parts that :func:`partition` gave."""
+    return tree.combine(first, second)

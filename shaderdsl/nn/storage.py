@@ -17,7 +17,7 @@ from ..array import NUMPY, Array, asarray, dtype_name
 from ..errors import CheckpointError, ShaderError
 from ..namespace import concatenate
 from .families import family_of, read_config
-from .module import named_arrays
+from .module import map_modules, named_arrays
 from .names import Entry, Names, entries
 from .safetensors import SafetensorsFile
 from .transformer import Transformer, build
@@ -41,6 +41,8 @@ def state_dict(model: Any) -> dict[str, Any]:
     arrays = dict(named_arrays(model))
     if not isinstance(model, Transformer):
         return arrays
+    adapters = (".lora_A", ".lora_B", ".key")  # of sd.nn.lora, which has its own names
+    arrays = {p: x for p, x in arrays.items() if not p.endswith(adapters)}
     named = {}
     for entry in entries(family_of(model.config.family).names, arrays):
         parts = [arrays[p] for p in entry.paths]
@@ -63,6 +65,32 @@ def save(model: Transformer, folder: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: the model's family cannot store what its configuration says.
     """
+    from .lora.layer import LoRALinear
+
+    def visit(path: str, x: LoRALinear) -> LoRALinear:
+        if not x.merged:
+            raise CheckpointError(
+                f"{path} has an adapter that is not merged",
+                cure="sd.nn.lora.merge the model first, or save with sd.nn.lora.save",
+            )
+        return x
+
+    map_modules(model, LoRALinear, visit)
+    target = Path(folder)
+    text = json.dumps(_config_json(model), indent=2, sort_keys=True) + "\n"
+    tensors = {
+        name: np.ascontiguousarray(np.asarray(x))
+        for name, x in state_dict(model).items()
+    }
+    write_folder(target, tensors, WEIGHTS, text, CONFIG)
+    (target / INDEX).unlink(missing_ok=True)  # of shards that were there
+    return target
+
+
+def write_folder(
+    target: Path, tensors: dict[str, np.ndarray], weights: str, text: str, config: str
+) -> Path:
+    """A folder of tensors and settings, which appears whole or not at all."""
     try:
         from safetensors.numpy import save_file
     except ImportError as error:
@@ -70,26 +98,19 @@ def save(model: Transformer, folder: str | os.PathLike[str]) -> Path:
             "saving needs the package safetensors, which is not installed",
             cure="pip install 'shaderdsl[nn]'",
         ) from error
-    target = Path(folder)
-    text = json.dumps(_config_json(model), indent=2, sort_keys=True) + "\n"
-    tensors = {
-        name: np.ascontiguousarray(np.asarray(x))
-        for name, x in state_dict(model).items()
-    }
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.parent / f".{target.name}.{os.getpid()}.tmp"
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir()
-        save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
-        (aside / CONFIG).write_text(text)
-        for name in (WEIGHTS, CONFIG):
+        save_file(tensors, aside / weights, metadata={"format": "pt"})
+        (aside / config).write_text(text)
+        for name in (weights, config):
             _sync(aside / name)
         _sync(aside)
         if target.is_dir():
-            for name in (WEIGHTS, CONFIG):
+            for name in (weights, config):
                 os.replace(aside / name, target / name)
-            (target / INDEX).unlink(missing_ok=True)  # of shards that were there
             aside.rmdir()
         else:
             os.rename(aside, target)
@@ -152,7 +173,7 @@ def load(folder: str | os.PathLike[str], *, dtype: str = "f32") -> Transformer:
             that are missing, unexpected or of another shape, in one table.
     """
     source = Path(folder)
-    config = read_config(_read_json(source / CONFIG), str(source / CONFIG))
+    config = read_config(read_json(source / CONFIG), str(source / CONFIG))
     names = family_of(config.family).names
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -188,7 +209,8 @@ class _Shaped:
         self.shape = shape
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The settings in a JSON file."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
@@ -211,7 +233,7 @@ def _files(folder: Path) -> list[SafetensorsFile]:
             f"{folder} holds neither {WEIGHTS} nor {INDEX}",
             cure="weights are read from safetensors files only",
         )
-    table = _read_json(index).get("weight_map")
+    table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not all(
         isinstance(v, str) for v in table.values()
     ):

@@ -129,8 +129,11 @@ class Transformer(Module):
 
     def head(self, x: Array) -> Array:
         """Logits of rows after the final norm."""
-        head = self.lm_head if self.lm_head is not None else self.embed_tokens
-        y: Array = ops.linear(x, head.weight)
+        y: Array
+        if self.lm_head is not None:
+            y = self.lm_head(x)
+        else:
+            y = ops.linear(x, self.embed_tokens.weight)
         cap = self.config.final_soft_cap
         return y if cap is None else cap * tanh(y / cap)
 
