@@ -161,6 +161,61 @@ class Value:
         return power(other, self)
 
 
+class Indexed:
+    """An array that op code reads with brackets, one integer for each dimension: ``bias[h, i - j + 16]``.
+
+    Args:
+        value: the array over axes of its own.
+        axes: the names of these axes.
+        name: what people call the array.
+    """
+
+    __slots__ = ("axes", "name", "value")
+
+    def __init__(self, value: Value, axes: Sequence[str], name: str):
+        self.value, self.axes, self.name = value, tuple(axes), name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+        trace = self.value.trace
+        return tuple(trace.extents[trace.axis(a)] for a in self.axes)
+
+    @property
+    def dtype(self) -> str:
+        """f32, i32, u32 or bool."""
+        return self.value.dtype
+
+    def __getitem__(self, indices: Any) -> Value:
+        given = indices if isinstance(indices, tuple) else (indices,)
+        where = f"{self.value.trace.name} ({E.user_location()})"
+        if len(given) != len(self.axes):
+            raise ShapeError(
+                f"{self.name!r} has {len(self.axes)} dimensions and is read with {len(given)} indices",
+                where=where,
+            )
+        for i, n in zip(given, self.shape, strict=True):
+            if isinstance(i, int) and not -1 < i < n:
+                raise ShapeError(
+                    f"index {i} of {self.name!r} is outside of its axis of size {n}",
+                    where=where,
+                )
+        return (
+            self.value.at(**dict(zip(self.axes, given, strict=True)))
+            if self.axes
+            else self.value
+        )
+
+    def __iter__(self) -> Any:
+        raise TraceError(
+            f"{self.name!r} cannot be iterated",
+            where=f"{self.value.trace.name} ({E.user_location()})",
+        )
+
+    def __repr__(self) -> str:
+        return f"Indexed({self.name} {list(self.shape)})"
+
+
 def _operator(name: str, prim: str, swap: bool = False) -> None:
     def forward(self: Value, other: Any) -> Value:
         return primitive(prim, other, self) if swap else primitive(prim, self, other)
@@ -174,10 +229,22 @@ def _operator(name: str, prim: str, swap: bool = False) -> None:
 
 
 OPERATORS = {
-    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floordiv", "mod": "mod",
-    "and": "and", "or": "or", "xor": "xor", "lshift": "shl", "rshift": "shr",
-    "lt": "lt", "le": "le", "eq": "eq", "ne": "ne",
-}  # fmt: skip
+    "add": "add",
+    "sub": "sub",
+    "mul": "mul",
+    "truediv": "div",
+    "floordiv": "floordiv",
+    "mod": "mod",
+    "and": "and",
+    "or": "or",
+    "xor": "xor",
+    "lshift": "shl",
+    "rshift": "shr",
+    "lt": "lt",
+    "le": "le",
+    "eq": "eq",
+    "ne": "ne",
+}
 for _name, _prim in OPERATORS.items():
     _operator(_name, _prim)
 _operator("gt", "lt", swap=True)
@@ -205,7 +272,8 @@ def unwrap(x: Any) -> Expr:
     raise TraceError(
         f"a {type(x).__name__} cannot be used inside an op",
         where=f"{current().name} ({E.user_location()})",
-        cure="pass arrays as operands of the op, so that the signature names their axes",
+        cure="pass arrays as operands of the op, so that the signature names their "
+        "axes",
     )
 
 
@@ -351,7 +419,8 @@ def run(
             not isinstance(results, tuple) or len(results) != len(sig.outputs)
         ):
             raise ShapeError(
-                f"the op returns {len(results) if isinstance(results, tuple) else 1} values, its signature has "
+                f"the op returns {len(results) if isinstance(results, tuple) else 1} "
+                "values, its signature has "
                 f"{len(sig.outputs)} results",
                 where=_where(function, name),
             )
@@ -390,7 +459,8 @@ def _result(
     if joined:
         if not isinstance(result, (tuple, list)) or len(result) != len(joined[0].axes):
             raise ShapeError(
-                f"the result axis '{joined[0].text}' needs a tuple of {len(joined[0].axes)} pieces",
+                f"the result axis '{joined[0].text}' needs a tuple of "
+                f"{len(joined[0].axes)} pieces",
                 where=_where(function, name),
             )
         pieces = [unwrap(p) for p in result]
@@ -427,9 +497,11 @@ def _result(
         left = [a for a in E.bits(p.free) if a not in allowed]
         if left:
             raise AxisError(
-                f"the result still depends on axis {names[left[0]]!r}, which its signature does not have",
+                f"the result still depends on axis {names[left[0]]!r}, which its "
+                "signature does not have",
                 where=f"{name} ({p.loc or _where(function, name)})",
-                cure=f"reduce it: sd.sum(…, over={names[left[0]]!r}), or add the axis to the result",
+                cure=f"reduce it: sd.sum(…, over={names[left[0]]!r}), or add the axis "
+                "to the result",
             )
         trace.checks += check_ranges(p, trace.extents, names, name)
     body = (

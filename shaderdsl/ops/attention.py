@@ -14,7 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 from .. import namespace as sd
-from ..function import op
+from ..array import Array, asarray
+from ..function import Op, op
+from .hooks import check_heads, check_numbers, hooked
 
 _HEADS = "... (h g) t d, ... h s d, ... h s c"
 
@@ -49,8 +51,48 @@ def _weigh(s: Any, v: Any, seen: Any) -> Any:
     return sd.sum(sd.softmax(s, over="s", where=seen) * v, over="s")
 
 
-@op(_HEADS + " -> ... (h g) t c", static=("causal",))
-def attention(
+class Attention(Op):
+    """The plain op, and variants of it with hooks, captured arrays, starts, lengths."""
+
+    def __call__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        start: Any = None,
+        lengths: Any = None,
+        score: Any = None,
+        mask: Any = None,
+        captured: Any = None,
+        return_lse: bool = False,
+        **sizes: int,
+    ) -> Any:
+        q, k, v = asarray(q), asarray(k), asarray(v)
+        check_heads(q, k, v)
+        check_numbers(window, start, lengths, q, k)
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        arrays = [x for x in (start, lengths) if isinstance(x, Array) or _many(x)]
+        if not (arrays or score or mask or captured) and lengths is None:
+            options |= {"causal": causal, "start": start}
+            if return_lse:
+                return attention_lse(q, k, v, **options, **sizes)
+            return super().__call__(q, k, v, **options, **sizes)
+        given, variant = hooked(
+            causal, start, lengths, score, mask, dict(captured or {}), return_lse, q
+        )
+        return variant(q, k, v, *given, **options, **sizes)
+
+
+def _many(x: Any) -> bool:
+    return getattr(x, "ndim", 0) > 0 or isinstance(x, (list, tuple))
+
+
+def _attention(
     q: Any,
     k: Any,
     v: Any,
@@ -63,6 +105,9 @@ def attention(
 ) -> Any:
     """softmax(scale · q kᵀ + mask) v
 
+    ``i`` and ``j`` are positions of a query (``start`` counted in) and of a key, ``b``
+    and ``h`` count batches and query heads.
+
     Args:
         q: [..., query heads, t, d].
         k: [..., kv heads, s, d]; kv heads divide query heads.
@@ -71,9 +116,26 @@ def attention(
         causal: query at position i sees keys j ≤ i.
         window: and j > i - window: ``window`` keys, its own among them.
         softcap: scores become cap · tanh(score / cap) before the mask.
-        start: position of the first query; s - t by default.
+        start: position of the first query, a number or one a batch; s - t by default,
+            so that the last query stands at the last key.
+        lengths: so many keys are there, a number or one a batch.
+        score: ``score(x, b, h, i, j, **captured)`` gives a new score.
+        mask: ``mask(b, h, i, j, **captured)`` says who sees whom.
+        captured: arrays that the hooks index with brackets, ``bias[h, i - j + 16]``;
+            each hook gets those that its signature names.
+        return_lse: also log Σ exp of each row's scores.
+
+    Raises:
+        ShapeError: heads do not divide, shapes disagree, a window below 1, a start
+            that is no position of a key.
+        IndexRangeError: a hook's index can leave a captured array.
+        DTypeError: a hook gives no score, or no truth value.
     """
     return _weigh(_scores(q, k, scale, softcap), v, _seen(causal, window, start))
+
+
+_attention.__name__ = "attention"
+attention = Attention(_attention, _HEADS + " -> ... (h g) t c", {}, ("causal",))
 
 
 @op(_HEADS + " -> ... (h g) t c, ... (h g) t", static=("causal",))
