@@ -1,7 +1,8 @@
-"""One kernel for many equal updates: their operands and results lie side by side in arenas.
+"""One kernel for many equal updates: their arrays lie side by side in arenas.
 
-An optimiser's step is the same few lines for every parameter. Where all parameters lie in one piece of memory, and so their
-gradients and moments, one map over the whole computes every step at once.
+An optimiser's step is the same few lines for every parameter. Where all parameters lie
+in one piece of memory, and so their gradients and moments, one map over the whole
+computes every step at once.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from .member import Member
 from .partition import Group
 from .schedule import kernel_bodies, lay_out, visible
 
-#: Parts begin at multiples of so many elements: 256 bytes of the smallest dtype, as WebGPU wants of a binding.
+#: Parts begin at multiples of so many elements: 256 bytes of the smallest dtype, as
+#: WebGPU wants of a binding.
 ALIGN = 128
 
-#: Bytes that may be copied at each call for a dispatch that is saved; more if the results overwrite the operands.
+#: Bytes that may be copied at each call for a dispatch that is saved; more if results
+#: overwrite operands, so that all else stays where it is.
 COPY_BYTES = 1 << 20
 COPY_BYTES_IN_PLACE = 4 << 20
 
@@ -41,7 +44,8 @@ def _slot(number: int, dtype: str) -> Stage:
 class Update:
     """A group that computes its results element by element.
 
-    ``bodies`` belong to ``stored`` and load the operands as slots; ``operands[k]`` is what slot k stands for.
+    ``bodies`` belong to ``stored`` and load the operands as slots; ``operands[k]`` is
+    what slot k stands for.
     """
 
     group: Group
@@ -63,7 +67,7 @@ def identity(f: Address, axis: int) -> bool:
 
 
 def find_update(g: Group, a: Arrangement) -> Update | None:
-    """A group as an update, if it is one: maps that read and write whole arrays in the same order."""
+    """A group as an update, if its maps read and write whole arrays in one order."""
     if g.kind != "map" or not g.space or any(m.stage not in a.outs for m in g.stored):
         return None
     stored = sorted(g.stored, key=lambda m: a.outs[m.stage])
@@ -81,13 +85,21 @@ def find_update(g: Group, a: Arrangement) -> Update | None:
     for n in E.loads(*(bodies[m] for m in stored)):
         if not n.free or n in slots:
             continue
-        if n.data.size != size or n.data in operands or not identity(visible(layout, layout.addresses[n]), axis):
+        if (
+            n.data.size != size
+            or n.data in operands
+            or not identity(visible(layout, layout.addresses[n]), axis)
+        ):
             return None
         slots[n] = E.load(_slot(len(operands), n.data.dtype), [E.index(0)])
         operands.append(n.data)
         labels.append(n.label)
     canonical = tuple(
-        E.rewrite(bodies[m], lambda n, args: slots.get(n) or (E.rebuild(n, args) if n.args else n)) for m in stored
+        E.rewrite(
+            bodies[m],
+            lambda n, args: slots.get(n) or (E.rebuild(n, args) if n.args else n),
+        )
+        for m in stored
     )
     if not operands or any(n.kind == "index" for n in E.values(*canonical)):
         return None
@@ -103,10 +115,13 @@ def merge_updates(a: Arrangement) -> None:
             classes.setdefault(u.key, []).append(u)
     for updates in classes.values():
         updates.sort(key=lambda u: a.outs[u.stored[0].stage])
-        # Operands that lie in arenas already must lie in the same ones, e.g. moments that two kernels read.
+        # Operands that lie in arenas already must lie in the same ones, e.g. moments
+        # that two kernels read.
         apart: dict[tuple[Stage | None, ...], list[Update]] = {}
         for u in _distinct(updates):
-            apart.setdefault(tuple(a.places[s][0] if s in a.places else None for s in u.operands), []).append(u)
+            apart.setdefault(
+                tuple(a.places[s][0] if s in a.places else None for s in u.operands), []
+            ).append(u)
         for together in apart.values():
             for chunk in _chunks(together, a):
                 if len(chunk) > 1:
@@ -120,7 +135,9 @@ def _distinct(updates: Sequence[Update]) -> list[Update]:
     out = []
     for u in updates:
         arrays = {*u.operands, *(m.stage for m in u.stored)}
-        if len(arrays) == len(u.operands) + len(u.stored) and not arrays & (seen | numbers):
+        if len(arrays) == len(u.operands) + len(u.stored) and not arrays & (
+            seen | numbers
+        ):
             seen |= arrays
             out.append(u)
     return out
@@ -131,8 +148,12 @@ def _chunks(updates: Sequence[Update], a: Arrangement) -> list[list[Update]]:
     if not updates:
         return []
     first = updates[0]
-    item = max(ITEMSIZE[s.dtype] for s in (*first.operands, *(m.stage for m in first.stored)))
-    limit = min(a.target.limits.max_binding_bytes, a.target.limits.max_buffer_bytes) // item
+    item = max(
+        ITEMSIZE[s.dtype] for s in (*first.operands, *(m.stage for m in first.stored))
+    )
+    limit = (
+        min(a.target.limits.max_binding_bytes, a.target.limits.max_buffer_bytes) // item
+    )
     chunks: list[list[Update]] = [[]]
     used = 0
     for u in updates:
@@ -158,38 +179,58 @@ def _merge(updates: list[Update], a: Arrangement) -> None:
     for u in updates:
         offsets.append(offsets[-1] + _padded(u.size))
     total = offsets.pop()
-    homes = [_common_home([u.operands[k] for u in updates], offsets, total, a) for k in range(len(first.operands))]
-    if any(h is None and any(u.operands[k] in a.places for u in updates) for k, h in enumerate(homes)):
+    homes = [
+        _common_home([u.operands[k] for u in updates], offsets, total, a)
+        for k in range(len(first.operands))
+    ]
+    if any(
+        h is None and any(u.operands[k] in a.places for u in updates)
+        for k, h in enumerate(homes)
+    ):
         return
     overwritten = _overwritten(updates, a)
     copied = [
         k
         for k, h in enumerate(homes)
-        if h is None and k not in overwritten.values() and any(u.operands[k] in a.inputs for u in updates)
+        if h is None
+        and k not in overwritten.values()
+        and any(u.operands[k] in a.inputs for u in updates)
     ]
     nbytes = sum(u.operands[k].nbytes for k in copied for u in updates)
-    if nbytes > (len(updates) - 1) * (COPY_BYTES_IN_PLACE if overwritten else COPY_BYTES):
-        a.log.append(f"{len(updates)} × {first.stored[0].stage.name} stay apart: {nbytes:,} bytes would be copied first")
+    what = f"{len(updates)} × {first.stored[0].stage.name}"
+    worth = COPY_BYTES_IN_PLACE if overwritten else COPY_BYTES
+    if nbytes > (len(updates) - 1) * worth:
+        a.log.append(f"{what} stay apart: {nbytes:,} bytes would be copied first")
         return
     groups = [u.group for u in updates]
     edges: list[Edge] = []
     for k in overwritten.values():
-        edges += [e for u in updates for e in a.before(u.operands[k], u.group) if e[0] not in groups]
+        edges += [
+            e
+            for u in updates
+            for e in a.before(u.operands[k], u.group)
+            if e[0] not in groups
+        ]
     if not a.allow(edges, groups):
         overwritten = {}
         if not a.allow([], groups):
-            a.log.append(f"{len(updates)} × {first.stored[0].stage.name} stay apart: they need one another")
+            a.log.append(f"{what} stay apart: they need one another")
             return
     arenas = [
         h or input_stage((total,), s.dtype, f"{label or s.name}_arena")
         for h, s, label in zip(homes, first.operands, first.labels, strict=True)
     ]
     results = [
-        arenas[overwritten[j]] if j in overwritten else input_stage((total,), m.stage.dtype, f"{m.stage.name}_arena")
+        arenas[overwritten[j]]
+        if j in overwritten
+        else input_stage((total,), m.stage.dtype, f"{m.stage.name}_arena")
         for j, m in enumerate(first.stored)
     ]
     for u, offset in zip(updates, offsets, strict=True):
-        for s, arena in [*zip(u.operands, arenas, strict=True), *zip([m.stage for m in u.stored], results, strict=True)]:
+        for s, arena in [
+            *zip(u.operands, arenas, strict=True),
+            *zip([m.stage for m in u.stored], results, strict=True),
+        ]:
             a.places.setdefault(s, (arena, offset))
     a.gone |= {u.operands[k] for k in overwritten.values() for u in updates}
     a.replace(first.group, [_merged(updates, arenas, results, total)])
@@ -197,37 +238,58 @@ def _merge(updates: list[Update], a: Arrangement) -> None:
     a.log.append(
         f"{len(updates)} × {names} are one kernel over arenas of {total:,} elements; "
         f"{len(overwritten)} of {len(results)} results overwrite what they come from"
-        + (f"; {nbytes:,} bytes of arguments are copied in where they do not lie there yet" if nbytes else "")
+        + (
+            f"; {nbytes:,} bytes of arguments are copied in unless they lie there"
+            if nbytes
+            else ""
+        )
     )
 
 
-def _common_home(stages: Sequence[Stage], offsets: Sequence[int], total: int, a: Arrangement) -> Stage | None:
+def _common_home(
+    stages: Sequence[Stage], offsets: Sequence[int], total: int, a: Arrangement
+) -> Stage | None:
     """The arena in which these lie already just so, if there is one."""
     places = [a.places.get(s) for s in stages]
     if places[0] is None or places[0][0].size != total:
         return None
     parent = places[0][0]
-    return parent if all(p == (parent, o) for p, o in zip(places, offsets, strict=True)) else None
+    return (
+        parent
+        if all(p == (parent, o) for p, o in zip(places, offsets, strict=True))
+        else None
+    )
 
 
 def _overwritten(updates: Sequence[Update], a: Arrangement) -> dict[int, int]:
-    """For each result the operand whose memory it takes over, if there is one that the caller gives up."""
+    """For each result the donated operand whose memory it takes over, if any."""
     first = updates[0]
     given_up = a.donated - a.gone
-    free = {k for k in range(len(first.operands)) if all(u.operands[k] in given_up for u in updates)}
+    free = {
+        k
+        for k in range(len(first.operands))
+        if all(u.operands[k] in given_up for u in updates)
+    }
     used = [{n.data for n in E.loads(b)} for b in first.bodies]
     slots = [_slot(k, s.dtype) for k, s in enumerate(first.operands)]
     chosen: dict[int, int] = {}
     for j, m in enumerate(first.stored):
-        fits = [k for k in free if slots[k] in used[j] and slots[k].dtype == m.stage.dtype]
+        fits = [
+            k for k in free if slots[k] in used[j] and slots[k].dtype == m.stage.dtype
+        ]
         if fits:
-            # An array that few results need is the one that this result is the next state of.
+            # What few results need is what this one is the next state of.
             chosen[j] = min(fits, key=lambda k: (sum(slots[k] in u for u in used), k))
             free.remove(chosen[j])
     return chosen
 
 
-def _merged(updates: Sequence[Update], arenas: Sequence[Stage], results: Sequence[Stage], total: int) -> Group:
+def _merged(
+    updates: Sequence[Update],
+    arenas: Sequence[Stage],
+    results: Sequence[Stage],
+    total: int,
+) -> Group:
     """The group of one map over whole arenas."""
     first = updates[0]
     loads = {}
@@ -239,12 +301,16 @@ def _merged(updates: Sequence[Update], arenas: Sequence[Stage], results: Sequenc
     for m, body, result in zip(first.stored, first.bodies, results, strict=True):
         whole = E.rewrite(
             body,
-            lambda n, args: loads[n.data]
-            if n.kind == "load" and n.data in loads
-            else (E.rebuild(n, args) if n.args else n),
+            lambda n, args: (
+                loads[n.data]
+                if n.kind == "load" and n.data in loads
+                else (E.rebuild(n, args) if n.args else n)
+            ),
         )
         # Not interned: two results of equal bodies are two.
-        stage = Stage("map", (total,), (), None, whole, None, m.stage.dtype, m.stage.name)
+        stage = Stage(
+            "map", (total,), (), None, whole, None, m.stage.dtype, m.stage.name
+        )
         stage.loc = m.stage.loc
         member = Member(stage, whole, "map", (0,), (), tuple(E.loads(whole)))
         g.members.append(member)

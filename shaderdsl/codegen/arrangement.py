@@ -1,7 +1,8 @@
 """Which kernels there are, in which order, and where their tensors lie.
 
-Sharing memory adds dependences: a kernel that overwrites a tensor must come after all who read it, and groups that become
-one kernel run at one time. Every step asks first whether an order remains.
+Sharing memory adds dependences: a kernel that overwrites a tensor must come after all
+who read it, and groups that become one kernel run at one time. Every step asks first
+whether an order remains.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Edge = tuple[Group, Group]
 
 
 class Arrangement:
-    """A partition's groups, their dependences, and places of tensors inside of others (see `Program.places`)."""
+    """A partition's groups with their dependences, and places (see `Program`)."""
 
     def __init__(
         self,
@@ -35,24 +36,32 @@ class Arrangement:
         # What a program gives back must stay as it came.
         self.donated = {inputs[i] for i in donated} - set(outs)
         self.places: dict[Stage, tuple[Stage, int]] = {}
-        self.gone: set[Stage] = set()  # tensors whose memory holds something newer at the end
+        self.gone: set[Stage] = (
+            set()
+        )  # tensors whose memory holds something newer at the end
         self.log: list[str] = []
         self._position = {g: i for i, g in enumerate(partition.groups)}
-        self._unit = {g: g for g in partition.groups}  # the kernel that each group belongs to
+        self._unit = {
+            g: g for g in partition.groups
+        }  # the kernel that each group belongs to
         self._instead: dict[Group, list[Group]] = {}
         self._edges: set[Edge] = set()
         for g in partition.groups:
             for m in g.members:
                 producers = (partition.group.get(n.data) for n in m.loads)
-                self._edges |= {(p, g) for p in producers if p is not None and p is not g}
+                self._edges |= {
+                    (p, g) for p in producers if p is not None and p is not g
+                }
 
     def before(self, stage: Stage, writer: Group) -> list[Edge]:
-        """What must hold for a group to overwrite a tensor: all others who read it come first."""
-        readers = {self.partition.group[m.stage] for m in self.partition.readers.get(stage, ())}
+        """What a group needs to overwrite a tensor: all other readers come first."""
+        readers = {
+            self.partition.group[m.stage] for m in self.partition.readers.get(stage, ())
+        }
         return [(g, writer) for g in readers if g is not writer]
 
     def allow(self, edges: Iterable[Edge], one: Sequence[Group] = ()) -> bool:
-        """Add dependences and make these groups one, if an order remains; else change nothing."""
+        """Add dependences and make groups one, if an order remains; else do nothing."""
         unit = dict(self._unit)
         if one:
             first = min(one, key=lambda g: self._position[g])
@@ -64,12 +73,16 @@ class Arrangement:
         return True
 
     def replace(self, g: Group, instead: list[Group]) -> None:
-        """Print other groups where this one (or the kernel that it belongs to) would run."""
+        """Print other groups where this one (or its whole kernel) would run."""
         self._instead[self._unit[g]] = instead
 
     def untouched(self, g: Group) -> bool:
         """Whether a group is still what the partition made of it."""
-        return self._unit[g] is g and g not in self._instead and list(self._unit.values()).count(g) == 1
+        return (
+            self._unit[g] is g
+            and g not in self._instead
+            and list(self._unit.values()).count(g) == 1
+        )
 
     def groups(self) -> list[Group]:
         """What to print, in order of execution."""
@@ -78,7 +91,7 @@ class Arrangement:
         return [h for u in order for h in self._instead.get(u, [u])]
 
     def _sorted(self, unit: dict[Group, Group], edges: set[Edge]) -> list[Group] | None:
-        """The kernels so that every edge points forward, as near to the given order as can be; None for a cycle."""
+        """The kernels with all edges forward, else as given; None for a cycle."""
         after: dict[Group, set[Group]] = {u: set() for u in unit.values()}
         for a, b in edges:
             if unit[a] is not unit[b]:
@@ -112,12 +125,22 @@ class Arrangement:
         return stage
 
     def agreed(self, kernel: Kernel) -> Kernel:
-        """A kernel that binds all ranges of one buffer alike: WebGPU refuses reading beside writing."""
-        homes = [self.home(b.tensor) if isinstance(b.tensor, Stage) else b.tensor for b in kernel.bindings]
-        written = {h for h, b in zip(homes, kernel.bindings, strict=True) if b.access == "read_write"}
+        """The kernel with all ranges of one buffer bound alike, as WebGPU wants."""
+        homes = [
+            self.home(b.tensor) if isinstance(b.tensor, Stage) else b.tensor
+            for b in kernel.bindings
+        ]
+        written = {
+            h
+            for h, b in zip(homes, kernel.bindings, strict=True)
+            if b.access == "read_write"
+        }
         bindings, text = list(kernel.bindings), kernel.wgsl
         for i, (h, b) in enumerate(zip(homes, kernel.bindings, strict=True)):
             if b.access == "read" and h in written:
                 bindings[i] = Binding(b.tensor, "read_write")
-                text = text.replace(f"@binding({i}) var<storage, read> ", f"@binding({i}) var<storage, read_write> ")
+                text = text.replace(
+                    f"@binding({i}) var<storage, read> ",
+                    f"@binding({i}) var<storage, read_write> ",
+                )
         return dataclasses.replace(kernel, bindings=tuple(bindings), wgsl=text)

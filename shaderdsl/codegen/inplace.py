@@ -1,7 +1,7 @@
-"""Maps that overwrite what they read: slices written into an array, and elementwise results over a donated operand.
+"""Maps that overwrite what they read: slices, and elementwise results.
 
-``update_slice`` is a map like any other: the new elements inside of the slice, the old ones elsewhere. Where nobody needs the
-old array any more, only the slice has to be written.
+``update_slice`` is a map like any other: the new elements inside of the slice, the old
+ones elsewhere. Where nobody needs the old array any more, only the slice is written.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def _slice(condition: Expr, new: Expr, space: Sequence[int]) -> Slice | None:
     if condition.kind != "apply" or condition.data != "and":
         return None
     low, high = condition.args
-    if not all(c.kind == "apply" and c.data == op for c, op in ((low, "le"), (high, "lt"))):
+    if not all(
+        c.kind == "apply" and c.data == op for c, op in ((low, "le"), (high, "lt"))
+    ):
         return None
     (start, here), (also_here, end) = low.args, high.args
     if here is not also_here or here.kind != "index" or start.free:
@@ -80,13 +82,20 @@ def _update_slices(g: Group, a: Arrangement) -> bool:
         return False
     base: Stage = rest.data
     others = [n.data for s in slices for n in E.loads(s.new, s.start)]
-    if not _same_place(g, m, rest) or base in others or not _may_take(base, m.stage, g, a):
+    if (
+        not _same_place(g, m, rest)
+        or base in others
+        or not _may_take(base, m.stage, g, a)
+    ):
         return False
     a.place(m.stage, base)
     parts = [_slice_group(g, m, s, base) for s in slices]
     parts[-1].stands_for = [g]
     a.replace(g, parts)
-    a.log.append(f"{m.stage.name} {list(m.stage.shape)} is written into {base.name}: {len(slices)} slice(s) alone")
+    a.log.append(
+        f"{m.stage.name} {list(m.stage.shape)} is written into {base.name}: "
+        f"{len(slices)} slice(s) alone"
+    )
     return True
 
 
@@ -104,16 +113,20 @@ def _may_take(base: Stage, result: Stage, g: Group, a: Arrangement) -> bool:
 def _same_place(g: Group, m: Member, load: Expr) -> bool:
     """Whether a load reads exactly the element that the member is stored to."""
     store = linear(m.stage.shape, g.own_load(m).args, g.space)
-    return _plain(store) is not None and _plain(store) == _plain(load_address(load, g.space))
+    return _plain(store) is not None and _plain(store) == _plain(
+        load_address(load, g.space)
+    )
 
 
 def _plain(f: Address) -> dict[int, int] | None:
     """The coefficients of an address that is a sum of axes."""
-    return None if f.const or any(isinstance(t.what, Expr) for t in f.terms) else f.axes()
+    return (
+        None if f.const or any(isinstance(t.what, Expr) for t in f.terms) else f.axes()
+    )
 
 
 def _slice_group(g: Group, m: Member, s: Slice, base: Stage) -> Group:
-    """The kernel of one slice: the map over its positions alone, stored into the whole array."""
+    """The map over a slice alone, stored into the whole array."""
     extents = list(g.space)
     extents[s.axis] = s.length
     live = [a for a in range(len(extents)) if extents[a] != 1]
@@ -121,14 +134,20 @@ def _slice_group(g: Group, m: Member, s: Slice, base: Stage) -> Group:
     axes = {a: renamed.get(a, E.const(0)) for a in range(len(extents))}
     inner = axes[s.axis]  # the position in the slice
     outer = {**axes, s.axis: s.start + inner}
-    # What reads ``axis - start`` reads the position in the slice; to say so saves the check that it is in range.
+    # What reads ``axis - start`` reads the position in the slice; to say so saves the
+    # check that it is in range.
     offset, mark = E.index(s.axis) - s.start, E.index(len(extents))
-    new = E.rewrite(s.new, lambda n, args: mark if n is offset else (E.rebuild(n, args) if n.args else n))
+    new = E.rewrite(
+        s.new,
+        lambda n, args: mark if n is offset else (E.rebuild(n, args) if n.args else n),
+    )
     body = E.substitute(new, {**outer, len(extents): inner})
     ext = tuple(extents[a] for a in live)
     stage = Stage("map", ext, (), None, body, None, m.stage.dtype, m.stage.name)
     stage.loc = m.stage.loc
-    member = Member(stage, body, "map", tuple(range(len(ext))), (), tuple(E.loads(body)))
+    member = Member(
+        stage, body, "map", tuple(range(len(ext))), (), tuple(E.loads(body))
+    )
     indices = [E.substitute(i, outer) for i in g.own_load(m).args]
     return Group(
         "map",
@@ -137,7 +156,10 @@ def _slice_group(g: Group, m: Member, s: Slice, base: Stage) -> Group:
         members=[member],
         axes={member: list(range(len(ext)))},
         stored=[member],
-        why=[*g.why, "only the slice is written: nobody reads the old array afterwards"],
+        why=[
+            *g.why,
+            "only the slice is written: nobody reads the old array afterwards",
+        ],
         anchors=g.anchors,
         targets={stage: (base, indices)},
         stands_for=[],
@@ -145,7 +167,7 @@ def _slice_group(g: Group, m: Member, s: Slice, base: Stage) -> Group:
 
 
 def _overwrite(g: Group, a: Arrangement) -> None:
-    """Store results over donated operands that are read at the same element and nowhere else."""
+    """Store results over donated operands that are read at the same element only."""
     bodies = [b for m, b in kernel_bodies(g).items() if m in g.stored]
     loads: dict[Stage, list[Expr]] = {}
     for n in E.loads(*bodies):
@@ -153,7 +175,7 @@ def _overwrite(g: Group, a: Arrangement) -> None:
     for m in g.stored:
         if m.stage not in a.outs or m.stage.size != math.prod(g.space):
             continue
-        # Halves of words are written atomically, which a plain load cannot stand beside.
+        # Halves of words are written atomically, beside which a plain load is refused.
         if m.stage.dtype == "f16" and not a.target.features.f16:
             continue
         for base, reads in loads.items():
@@ -162,5 +184,7 @@ def _overwrite(g: Group, a: Arrangement) -> None:
             if _may_take(base, m.stage, g, a):
                 g.targets[m.stage] = (base, reads[0].args)
                 a.place(m.stage, base)
-                a.log.append(f"{m.stage.name} {list(m.stage.shape)} overwrites {base.name}")
+                a.log.append(
+                    f"{m.stage.name} {list(m.stage.shape)} overwrites {base.name}"
+                )
                 break

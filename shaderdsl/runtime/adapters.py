@@ -5,6 +5,7 @@ Importing this module imports wgpu.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import tempfile
@@ -71,6 +72,10 @@ _list: list[tuple[Any, DeviceInfo]] | None = None
 
 #: The process that the driver belongs to.
 home = os.getpid()
+
+# Destroying what was garbage at the fork would hang a child, so it keeps that for ever.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def found() -> list[tuple[Any, DeviceInfo]]:

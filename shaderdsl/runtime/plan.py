@@ -130,13 +130,11 @@ def plan_memory(program: Program, donated: frozenset[int]) -> MemoryPlan:
     for tensor in sorted(outputs, key=lambda t: first.get(t, end)):
         # An empty output has no kernel.
         span = (first.get(tensor, end), end)
-        # An output outlives the call, so it must not occupy much more than it needs.
+        # Memory of another size would be passed on from call to call, and grow.
         fits = [
             i
             for i in sorted(donated)
-            if _room(tensor.nbytes)
-            <= _room(slots[i].nbytes)
-            <= 2 * _room(tensor.nbytes)
+            if _room(slots[i].nbytes) == _room(tensor.nbytes)
             and slots[i].is_free(*span)
         ]
         if fits:
@@ -192,7 +190,7 @@ class Homes:
     """
 
     def __init__(self, program: Program):
-        self._places: Mapping[Tensor, tuple[Stage, int]] = dict(program.places)
+        self._places: dict[Tensor, tuple[Stage, int]] = dict(program.places.items())
         self.parts: dict[Tensor, list[tuple[int, int, int]]] = {}
         homes = {self.of(stage)[0] for stage in self._places}
         for position, stage in enumerate(program.inputs):
