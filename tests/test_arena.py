@@ -446,9 +446,7 @@ def test_memory_does_not_grow(device):
     sizes = [1900, 1200, 700, 400, 250, 150]
     xs = [sd.asarray(x) for x in arrays([(n,) for n in sizes], 0)]
     # Nothing is elementwise, so that no result overwrites its own operand.
-    step = sd.compile(
-        lambda xs: [sd.cumsum(x, axis=0)[::-1] * 0.01 for x in xs], donate=("xs",)
-    )
+    step = sd.compile(lambda xs: [x[::-1] * 0.5 for x in xs], donate=("xs",))
     live = None
     for _ in range(6):
         xs = step(xs)
