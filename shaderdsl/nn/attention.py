@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import KW_ONLY
 from typing import Any
 
-from ..array import Array
-from ..errors import ShapeError
+from .. import ops
+from ..array import Array, asarray
+from ..errors import DTypeError, ShapeError
 from ..ir import expr as E
+from ..runtime import current
 from . import heads
 from .layers import Linear, RMSNorm, check_last
 from .module import Module, static
@@ -29,6 +32,7 @@ class Attention(Module):
         scale: head_dim^-½ by default.
         window: a query sees so many keys, its own included.
         soft_cap: scores become cap · tanh(score / cap).
+        alibi: each head's scores fall by its slope times the distance of the key.
 
     Raises:
         ShapeError: heads do not divide, or a projection is of another size.
@@ -50,6 +54,7 @@ class Attention(Module):
     scale: float | None = static(default=None)
     window: int | None = static(default=None)
     soft_cap: float | None = static(default=None)
+    alibi: bool = static(default=False)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -68,12 +73,22 @@ class Attention(Module):
                 raise ShapeError(f"{name} has {have} rows, the heads need {rows}")
 
     def __call__(
-        self, x: Any, *, start: Any = 0, cached: tuple[Array, Array] | None = None
+        self,
+        x: Any,
+        *,
+        start: Any = 0,
+        cached: tuple[Array, Array] | None = None,
+        documents: Any = None,
+        positions: Any = None,
     ) -> Any:
         """x ``[t, dim]``, ``[b, t, dim]``, or ``[dim]`` (one position).
 
         Args:
             start: position of the first row; a number or an array without dimensions.
+            documents: i32 ``[t]`` or ``[b, t]``: a row sees those of its own document
+                only. Below 0 stands padding, which sees nothing and gives zeros.
+            positions: i32 ``[t]`` or ``[b, t]``, of each row; only the rotary part
+                asks for them, what a row sees goes by its place.
             cached: keys and values ``[…, capacity, kv_heads · head_dim]`` of the
                 positions before ``start``; then the result is
                 ``(y, keys, values)`` with the new rows written into them.
@@ -85,11 +100,17 @@ class Attention(Module):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         cos = sin = None
         if self.rotary is not None:
-            cos, sin = self.rotary.tables(x.shape[-2], start)
+            cos, sin = self.rotary.tables(x.shape[-2], start, positions)
         turned = self._place(q, self.q_norm, cos, sin, 2 if self.gated else 1)
         k = self._place(k, self.k_norm, cos, sin, 1)
+        if documents is not None:
+            documents = _row_ids(documents, x, "documents")
+            if cached is not None:
+                raise ShapeError(
+                    "attention to a cache takes no documents", where=E.user_location()
+                )
         if cached is None:
-            return self._attend(turned, k, v, q, None)
+            return self._attend(turned, k, v, q, None, documents)
         k, v = _append(cached[0], k, start), _append(cached[1], v, start)
         return self._attend(turned, k, v, q, start), k, v
 
@@ -111,7 +132,15 @@ class Attention(Module):
         y = heads.normed(x, weight, **options)
         return y if rotary is None else rotary.turn(y, cos, sin)
 
-    def _attend(self, q: Array, k: Array, v: Array, gate: Array, start: Any) -> Array:
+    def _attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        gate: Array,
+        start: Any,
+        documents: Array | None = None,
+    ) -> Array:
         options = {
             "h": self.num_kv_heads,
             "g": self.num_heads // self.num_kv_heads,
@@ -121,6 +150,12 @@ class Attention(Module):
             "soft_cap": self.soft_cap,
             "start": start,
         }
+        if documents is not None or self.alibi:
+            slopes = _slopes(current(), self.num_heads) if self.alibi else None
+            more = {"gate": gate if self.gated else None, "slopes": slopes}
+            return self.o_proj(
+                heads.masked_attention(q, k, v, documents=documents, **more, **options)
+            )
         if self.gated:
             return self.o_proj(heads.gated_attention(q, k, v, gate, **options))
         return self.o_proj(heads.attention(q, k, v, **options))
@@ -135,3 +170,25 @@ def _append(cache: Array, new: Array, start: Any) -> Array:
             where=E.user_location(),
         )
     return update_slice(cache, new, axis=-2, start=start)
+
+
+@functools.lru_cache(maxsize=64)
+def _slopes(device: Any, heads: int) -> Array:
+    return asarray(ops.alibi_slopes(heads), "f32")
+
+
+def _row_ids(ids: Any, x: Array, what: str) -> Array:
+    """Integers for each row of x ``[…, t, dim]``.
+
+    Raises:
+        DTypeError, ShapeError: other numbers, or other rows.
+    """
+    a = asarray(ids)
+    if a.dtype not in E.INTS:
+        raise DTypeError(f"{what} are integers, not {a.dtype}", where=E.user_location())
+    if a.shape not in (x.shape[:-1], x.shape[-2:-1]):
+        raise ShapeError(
+            f"{what} of shape {list(a.shape)} for rows of {list(x.shape)}",
+            where=E.user_location(),
+        )
+    return a

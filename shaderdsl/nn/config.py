@@ -46,7 +46,7 @@ class TransformerConfig:
     soft_cap: float | None = None  # of the attention scores
     activation: str = "silu"
     mlp: str = "gated"  # or "plain"
-    positions: str = "rotary"  # or "learned"
+    positions: str = "rotary"  # or "learned", or "alibi" (falling scores)
     rope_theta: float = 1e4
     #: of each layer, where layers differ
     rope_thetas: tuple[float, ...] | None = None
@@ -98,7 +98,7 @@ class TransformerConfig:
             ("norm", ("rms", "layer")),
             ("activation", ACTIVATIONS),
             ("mlp", ("gated", "plain")),
-            ("positions", ("rotary", "learned")),
+            ("positions", ("rotary", "learned", "alibi")),
             ("rope_layout", ("halved", "interleaved")),
         ):
             if getattr(self, name) not in known:

@@ -6,13 +6,22 @@ ever reshaped or transposed between them.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from .. import namespace as sd
-from ..function import op
-from ..ops.attention import _scores, _seen, _weigh
+from ..function import Op, op
+from ..ops.attention import _positions, _scores, _seen, _weigh
 
-__all__ = ["attention", "gated_attention", "normed", "normed_turned", "turned"]
+__all__ = [
+    "attention",
+    "gated_attention",
+    "masked_attention",
+    "normed",
+    "normed_turned",
+    "places",
+    "turned",
+]
 
 
 def _rms(x: Any, weight: Any, eps: Any, shift: bool) -> Any:
@@ -112,6 +121,75 @@ def gated_attention(
     seen = _seen(causal, window, start)
     context = _weigh(_scores(q, k, scale, soft_cap), v, seen)
     return context * sd.sigmoid(gate.at(z=1))
+
+
+def masked_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    gate: Any = None,
+    documents: Any = None,
+    slopes: Any = None,
+    **options: Any,
+) -> Any:
+    """:func:`attention`, or the gated one, inside documents and with slopes.
+
+    Args:
+        gate: [..., t, h · g · 2 · c], as of :func:`gated_attention`.
+        documents: i32 [..., t] of queries and keys alike; a query sees the keys of its
+            own, and below 0 sees none. A row that sees nothing gives zeros, and zero
+            gradients.
+        slopes: [h · g]: slope · (position - key) is taken off the scaled scores.
+    """
+    given = [q, k, v]
+    if gate is not None:
+        given.append(gate)
+    if documents is not None:
+        given += [documents, documents]
+    if slopes is not None:
+        given.append(slopes)
+    which = _masked(gate is not None, documents is not None, slopes is not None)
+    return which(*given, **options)
+
+
+@functools.cache
+def _masked(gated: bool, documents: bool, alibi: bool) -> Op:
+    text = _ROWS + (", ... t (h g z c)" if gated else "")
+    text += (", ... t, ... s" if documents else "") + (", (h g)" if alibi else "")
+
+    def masked_attention(
+        q: Any,
+        k: Any,
+        v: Any,
+        *more: Any,
+        scale: float,
+        causal: bool = True,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        start: Any = None,
+    ) -> Any:
+        rest = list(more)
+        gate = rest.pop(0) if gated else None
+        mask = None
+        if documents:
+            own, other = rest.pop(0), rest.pop(0)
+            mask = (own == other) & (own >= 0)
+        s = _scores(q, k, scale, soft_cap)
+        if alibi:
+            s = s - rest.pop(0) * sd.cast(_positions(start) - sd.index("s"), "f32")
+        context = _weigh(s, v, _seen(causal, window, start, mask))
+        return context if gate is None else context * sd.sigmoid(gate.at(z=1))
+
+    sizes = {"z": 2} if gated else {}
+    return Op(masked_attention, text + " -> ... t (h g c)", sizes, ("causal",))
+
+
+@op("... t, ... s -> ... t")
+def places(documents: Any, again: Any) -> Any:
+    """How many of its own document stand before each row; give the ids twice."""
+    before = (documents == again) & (sd.index("s") < sd.index("t"))
+    return sd.sum(sd.cast(before, "i32"), over="s")
 
 
 @op("b t d, -> b n d")

@@ -80,20 +80,25 @@ class RotaryEmbedding(Module):
     layout: str = static(default="halved")
     scaling: RopeScaling | None = static(default=None)
 
-    def tables(self, length: int, start: Any = 0) -> tuple[Array, Array]:
+    def tables(
+        self, length: int, start: Any = 0, at: Any = None
+    ) -> tuple[Array, Array]:
         """cos and sin at ``length`` positions from ``start`` on, each [length, dim/2].
 
-        ``start`` may be an array without dimensions.
+        ``start`` may be an array without dimensions. Positions of its own for each
+        row, ``at`` i32 ``[…, length]``, give ``[…, length, dim/2]``.
 
         Raises:
             IndexRangeError: a position beyond ``max_positions``.
         """
-        check_positions(start, length, self.max_positions)
+        if at is None:
+            check_positions(start, length, self.max_positions)
         key = (self.dim, self.theta, self.scaling)
-        if isinstance(start, int):
+        if at is None and isinstance(start, int):
             return _rows(current(), start, length, *key)
         cos, sin = _rows(current(), 0, self.max_positions, *key)
-        at = positions(length, start, self.max_positions)
+        if at is None:
+            at = positions(length, start, self.max_positions)
         return ops.embedding(cos, at), ops.embedding(sin, at)
 
     def __call__(self, x: Any, start: Any = 0) -> Array:

@@ -13,7 +13,8 @@ from .. import ops
 from ..array import Array, asarray
 from ..errors import DTypeError, ShapeError
 from ..ir import expr as E
-from ..namespace import tanh
+from ..namespace import cast, tanh, where
+from . import heads
 from .attention import Attention
 from .cache import KVCache
 from .config import TransformerConfig
@@ -41,12 +42,24 @@ class Block(Module):
     post_norm2: RMSNorm | LayerNorm | None = None
 
     def __call__(
-        self, x: Any, *, start: Any = 0, cached: tuple[Array, Array] | None = None
+        self,
+        x: Any,
+        *,
+        start: Any = 0,
+        cached: tuple[Array, Array] | None = None,
+        documents: Any = None,
+        positions: Any = None,
     ) -> Any:
         """x ``[dim]``, ``[t, dim]`` or ``[b, t, dim]``; options as of Attention."""
         x = asarray(x)
         kept: tuple[Array, ...] = ()
-        y = self.self_attn(self.norm1(x), start=start, cached=cached)
+        y = self.self_attn(
+            self.norm1(x),
+            start=start,
+            cached=cached,
+            documents=documents,
+            positions=positions,
+        )
         if cached is not None:
             y, *kept = y
         x = x + (y if self.post_norm1 is None else self.post_norm1(y))
@@ -93,11 +106,25 @@ class Transformer(Module):
 
         return build(config, make)
 
-    def __call__(self, ids: Any, *, cache: KVCache | None = None) -> Array:
+    def __call__(
+        self,
+        ids: Any,
+        *,
+        cache: KVCache | None = None,
+        mask: Any = None,
+        documents: Any = None,
+        positions: Any = None,
+    ) -> Array:
         """Logits ``[…, t, vocab]`` of ids ``[t]`` or ``[b, t]``, i32 or u32.
 
         Args:
             cache: keys and values of the tokens before these, which take these in.
+            mask: 1 (or true) for tokens, 0 for padding on either side: nothing sees
+                padding, and positions count tokens only. Of the ids' shape or ``[t]``.
+            documents: which document each token is of, where several are packed into a
+                row, i32 ≥ 0 of the ids' shape or ``[t]``: a token sees its own, and
+                positions start anew in each.
+            positions: i32 of the ids' shape or ``[t]``, in place of those.
 
         Raises:
             IndexRangeError: ids or positions out of range, a cache without room.
@@ -105,26 +132,45 @@ class Transformer(Module):
         """
         ids = check_ids(ids)
         if cache is not None:
+            if not (mask is None and documents is None and positions is None):
+                raise ShapeError(
+                    "a cache takes neither masks nor documents nor positions",
+                    where=E.user_location(),
+                )
             return cache.run(self, ids)
-        return self.head(self.hidden(ids))
+        return self.head(
+            self.hidden(ids, mask=mask, documents=documents, positions=positions)
+        )
 
-    def embed(self, ids: Any, start: Any = 0) -> Array:
-        """What the first block reads, ``[…, t, hidden]``."""
+    def embed(self, ids: Any, start: Any = 0, at: Any = None) -> Array:
+        """What the first block reads, ``[…, t, hidden]``; ``at`` are positions."""
         ids = asarray(ids)
         x = self.embed_tokens(ids)
         if self.config.embedding_scale is not None:
             x = x * self.config.embedding_scale
         if self.embed_positions is not None:
             limit, length = self.config.max_positions, ids.shape[-1]
-            check_positions(start, length, limit)
-            x = x + self.embed_positions(positions(length, start, limit))
+            if at is None:
+                check_positions(start, length, limit)
+                at = positions(length, start, limit)
+            x = x + self.embed_positions(at)
         return x
 
-    def hidden(self, ids: Any) -> Array:
+    def hidden(
+        self,
+        ids: Any,
+        *,
+        mask: Any = None,
+        documents: Any = None,
+        positions: Any = None,
+    ) -> Array:
         """What the head multiplies, ``[…, t, hidden]``: after the final norm."""
-        x = self.embed(ids)
+        ids = check_ids(ids)
+        segments = row_documents(ids, mask, documents)
+        at = row_positions(self.config, ids, segments, positions)
+        x = self.embed(ids, at=at)
         for block in self.layers:
-            x = block(x)
+            x = block(x, documents=segments, positions=at)
         return self.norm(x)
 
     def head(self, x: Array) -> Array:
@@ -166,6 +212,60 @@ def check_ids(ids: Any) -> Array:
             where=E.user_location(),
         )
     return a
+
+
+def row_documents(ids: Array, mask: Any, documents: Any) -> Array | None:
+    """The document of each token, -1 for padding; None where all are of one.
+
+    Raises:
+        DTypeError, ShapeError: no whole numbers or truth values, another shape.
+    """
+    if mask is None and documents is None:
+        return None
+    given = {}
+    for name, x in (("mask", mask), ("documents", documents)):
+        if x is None:
+            continue
+        a = given[name] = asarray(x)
+        if a.dtype not in (*E.INTS, *(("bool",) if name == "mask" else ())):
+            raise DTypeError(f"{name} is {a.dtype}", where=E.user_location())
+        if a.shape not in (ids.shape, ids.shape[-1:]):
+            raise ShapeError(
+                f"{name} has shape {list(a.shape)} for ids of {list(ids.shape)}",
+                where=E.user_location(),
+            )
+    kept = given.get("documents")
+    if kept is not None:
+        kept = cast(kept, "i32")
+    if "mask" in given:
+        kept = where(given["mask"] != 0, 0 if kept is None else kept, -1)
+    return kept
+
+
+def row_positions(
+    config: TransformerConfig, ids: Array, segments: Array | None, given: Any
+) -> Array | None:
+    """Positions that are given, or that documents imply; None: each row's place.
+
+    Raises:
+        DTypeError, ShapeError: no integers, another shape.
+        IndexRangeError: more tokens than the model has positions.
+    """
+    if given is None:
+        if segments is None:
+            return None
+        check_positions(0, ids.shape[-1], config.max_positions)
+        y: Array = heads.places(segments, segments)
+        return y
+    at = asarray(given)
+    if at.dtype not in E.INTS:
+        raise DTypeError(f"positions are {at.dtype}", where=E.user_location())
+    if at.shape not in (ids.shape, ids.shape[-1:]):
+        raise ShapeError(
+            f"positions have shape {list(at.shape)} for ids of {list(ids.shape)}",
+            where=E.user_location(),
+        )
+    return at
 
 
 def build(config: TransformerConfig, make: Make) -> Transformer:
@@ -220,6 +320,7 @@ def build(config: TransformerConfig, make: Make) -> Transformer:
             scale=c.attention_scale,
             window=c.window(layer),
             soft_cap=c.soft_cap,
+            alibi=c.positions == "alibi",
         )
 
     def mlp(path: str) -> GatedMLP | MLP:
