@@ -9,6 +9,7 @@ has it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,6 +31,8 @@ from .target import Target
 # Nodes in one inlined body; beyond, a map in the middle is stored, so that drivers
 # compile in reasonable time.
 _MAX_NODES = 600
+# Rows from which a kernel of a workgroup a row keeps a device busy.
+_MANY_ROWS = 16
 
 
 @dataclass(eq=False)
@@ -367,6 +370,8 @@ class Partition:
             free = [q for q in range(rows, len(g.space)) if q not in where.values()]
             if left and [m.space[a] for a in left] != [g.space[q] for q in free]:
                 return None
+            if left and not self._worth_a_row(m, g):
+                return None
             if left:
                 where.update(zip(left, free, strict=True))
             if not self._role_fits(m, where, g):
@@ -378,6 +383,16 @@ class Partition:
             )
             return None
         return [where[a] for a in m.axes]
+
+    def _worth_a_row(self, m: Member, g: Group) -> bool:
+        """Whether a reader should be computed by the kernel of the row that it reads.
+
+        A single row is one workgroup: only what reads that row itself belongs there.
+        """
+        if math.prod(g.rows) >= _MANY_ROWS:
+            return True
+        inside = {n.data for x in g.members for n in x.loads}
+        return any(n.data in inside and n.free for n in m.loads)
 
     def _role_fits(self, m: Member, where: dict[int, int], g: Group) -> bool:
         rows = len(g.rows)

@@ -1,5 +1,4 @@
-"""Combining values: spellings of monoids, and the tree over the lanes of a workgroup.
-"""
+"""Combining values: spellings of monoids, and the tree over the lanes of a workgroup."""
 
 from __future__ import annotations
 
@@ -48,13 +47,15 @@ class Tree:
             it.
     """
 
-    def __init__(self, w: Writer, threads: int, width: int, position: str):
+    def __init__(
+        self, w: Writer, threads: int, width: int, position: str, subgroups: bool = True
+    ):
         self.w, self.threads, self.width, self.position = w, threads, width, position
         self.arrays: dict[tuple[str, int], str] = {}
         self.dirty = False
         # Subgroups may be of any size, so a segment must be the whole workgroup.
         has = w.target.features.subgroups and w.target.family == "gpu"
-        self.subgroups = has and width == threads and threads >= 64
+        self.subgroups = subgroups and has and width == threads and threads >= 64
 
     def _array(self, dtype: str, slot: int) -> str:
         key = (dtype, slot)
@@ -100,46 +101,39 @@ class Tree:
     def _by_subgroups(
         self, values: Sequence[tuple[str, str, str]], depth: int
     ) -> list[str]:
-        """Shuffles inside of each subgroup, then all lanes of each read the subgroups'
-        results.
+        """Each subgroup combines its lanes, then every subgroup combines the results.
 
-        Works for subgroups of any size; the order of combination depends on the device
-        alone.
+        Works for subgroups of any size; the order of combination depends on the
+        device alone.
         """
         w = self.w
         w.uses_subgroups = True
         if self.dirty:
             w.line("workgroupBarrier();", depth)
         slots: dict[str, int] = {}
-        names, totals = [], []
+        names = []
         for monoid, dtype, v in values:
             k = slots[dtype] = slots.get(dtype, -1) + 1
             names.append(self._array(dtype, k))
-            total = w.fresh("s")
-            totals.append(total)
-            w.line(f"var {total} = {v};", depth)
-            other = f"subgroupShuffleXor({total}, d)"
-            w.line(
-                "for (var d = sg_size / 2u; d > 0u; d /= 2u) "
-                f"{{ {total} = {combine(monoid, total, other, dtype)}; }}",
-                depth,
-            )
-            w.line(f"if (sg_lane == 0u) {{ {names[-1]}[sg] = {total}; }}", depth)
+            part = w.let(_subgroup(monoid, v, dtype), depth, "s")
+            w.line(f"if (sg_lane == 0u) {{ {names[-1]}[sg] = {part}; }}", depth)
         w.line("workgroupBarrier();", depth)
-        for (monoid, dtype, _), name, total in zip(values, names, totals, strict=True):
-            neutral = identity(w, monoid, dtype)
-            w.line(f"{total} = {neutral};", depth)
+        results = []
+        for (monoid, dtype, _), name in zip(values, names, strict=True):
+            total = w.fresh("s")
+            w.line(f"var {total} = {identity(w, monoid, dtype)};", depth)
             step = combine(monoid, total, f"{name}[q]", dtype)
-            w.line(
-                "for (var q = sg_lane; q < sg_count; q += sg_size) "
-                f"{{ {total} = {step}; }}",
-                depth,
-            )
-            other = f"subgroupShuffleXor({total}, d)"
-            w.line(
-                "for (var d = sg_size / 2u; d > 0u; d /= 2u) "
-                f"{{ {total} = {combine(monoid, total, other, dtype)}; }}",
-                depth,
-            )
+            loop = "var q = sg_lane; q < sg_count; q += sg_size"
+            w.line(f"for ({loop}) {{ {total} = {step}; }}", depth)
+            results.append(w.let(_subgroup(monoid, total, dtype), depth, "r"))
         self.dirty = True
-        return [w.let(total, depth, "r") for total in totals]
+        return results
+
+
+def _subgroup(monoid: str, v: str, dtype: str) -> str:
+    """The combination over a subgroup's lanes; NaN wins in max and min."""
+    builtin = {"sum": "Add", "prod": "Mul", "max": "Max", "min": "Min"}[monoid]
+    plain = f"subgroup{builtin}({v})"
+    if dtype == "f32" and monoid in ("max", "min"):
+        return f"select({plain}, sd_nan(), subgroupAny(sd_isnan({v})))"
+    return plain
