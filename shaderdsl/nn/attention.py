@@ -80,6 +80,7 @@ class Attention(Module):
         cached: tuple[Array, Array] | None = None,
         documents: Any = None,
         positions: Any = None,
+        first: Any = None,
     ) -> Any:
         """x ``[t, dim]``, ``[b, t, dim]``, or ``[dim]`` (one position).
 
@@ -89,6 +90,7 @@ class Attention(Module):
                 only. Below 0 stands padding, which sees nothing and gives zeros.
             positions: i32 ``[t]`` or ``[b, t]``, of each row; only the rotary part
                 asks for them, what a row sees goes by its place.
+            first: i32 ``[b]``: rows of the cache before it are padding, seen by none.
             cached: keys and values ``[…, capacity, kv_heads · head_dim]`` of the
                 positions before ``start``; then the result is
                 ``(y, keys, values)`` with the new rows written into them.
@@ -112,7 +114,7 @@ class Attention(Module):
         if cached is None:
             return self._attend(turned, k, v, q, None, documents)
         k, v = _append(cached[0], k, start), _append(cached[1], v, start)
-        return self._attend(turned, k, v, q, start), k, v
+        return self._attend(turned, k, v, q, start, first=first), k, v
 
     def _place(
         self, x: Array, norm: RMSNorm | None, cos: Any, sin: Any, parts: int
@@ -140,6 +142,7 @@ class Attention(Module):
         gate: Array,
         start: Any,
         documents: Array | None = None,
+        first: Array | None = None,
     ) -> Array:
         options = {
             "h": self.num_kv_heads,
@@ -150,11 +153,13 @@ class Attention(Module):
             "soft_cap": self.soft_cap,
             "start": start,
         }
-        if documents is not None or self.alibi:
+        if documents is not None or first is not None or self.alibi:
             slopes = _slopes(current(), self.num_heads) if self.alibi else None
-            more = {"gate": gate if self.gated else None, "slopes": slopes}
+            options |= {"gate": gate if self.gated else None, "slopes": slopes}
             return self.o_proj(
-                heads.masked_attention(q, k, v, documents=documents, **more, **options)
+                heads.masked_attention(
+                    q, k, v, documents=documents, first=first, **options
+                )
             )
         if self.gated:
             return self.o_proj(heads.gated_attention(q, k, v, gate, **options))

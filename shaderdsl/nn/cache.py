@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ from ..array import Array, asarray
 from ..errors import IndexRangeError, ShapeError
 from ..function import compile
 from ..ir import expr as E
-from ..namespace import concatenate, update_slice, zeros
+from ..namespace import concatenate, maximum, minimum, update_slice, zeros
+from .rotary import positions
 
 __all__ = ["CHUNK", "KVCache"]
 
@@ -24,10 +26,12 @@ class KVCache:
     """Keys and values ``[batch, kv_heads, capacity, head_dim]`` of each layer.
 
     Keys are stored as attention reads them, normed and turned. All sequences of the
-    batch have the same length. A model appends to it: ``model(ids, cache=cache)``.
+    batch end at the same row; shorter ones begin later (see :meth:`run`). A model
+    appends to it: ``model(ids, cache=cache)``. Each write goes to the new rows alone.
 
     Raises:
-        IndexRangeError: more positions than ``capacity``.
+        IndexRangeError: more positions than ``capacity``, before anything is computed.
+            It never grows by itself, see :meth:`grow`.
     """
 
     def __init__(
@@ -41,18 +45,25 @@ class KVCache:
     ):
         self.batch, self.heads = batch, heads
         self.capacity, self.head_dim = capacity, head_dim
-        # The last chunk's padding needs room too.
-        self._shape = (batch, capacity + CHUNK, heads * head_dim)
-        self._keys: tuple[Array, ...] = tuple(zeros(self._shape) for _ in range(layers))
-        self._values: tuple[Array, ...] = tuple(
-            zeros(self._shape) for _ in range(layers)
-        )
+        self._keys = tuple(zeros(self._shape) for _ in range(layers))
+        self._values = tuple(zeros(self._shape) for _ in range(layers))
         self._lengths = [0] * layers
+        self._place(np.zeros(batch, np.int32))
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        # The last chunk's padding needs room too.
+        return self.batch, self.capacity + CHUNK, self.heads * self.head_dim
 
     @property
     def length(self) -> int:
-        """How many positions are held."""
+        """How many positions are held, padding of shorter sequences included."""
         return min(self._lengths)
+
+    @property
+    def first(self) -> Array:
+        """Where each sequence begins, i32 ``[batch]``."""
+        return self._first
 
     def keys(self, layer: int = 0) -> Array:
         """Keys of a layer, ``[batch, kv_heads, length, head_dim]``."""
@@ -65,6 +76,17 @@ class KVCache:
     def clear(self) -> None:
         """Forget everything; the memory stays."""
         self._lengths = [0] * len(self._lengths)
+        self._place(np.zeros(self.batch, np.int32))
+
+    def grow(self, capacity: int) -> None:
+        """Make room for ``capacity`` positions; what is held stays."""
+        if capacity <= self.capacity:
+            return
+        self.capacity = capacity
+        for name in ("_keys", "_values"):
+            old = getattr(self, name)
+            new = (update_slice(zeros(self._shape), x, axis=1, start=0) for x in old)
+            setattr(self, name, tuple(new))
 
     def append(self, keys: Any, values: Any, layer: int = 0) -> None:
         """Add positions to one layer, each ``[batch, kv_heads, n, head_dim]``."""
@@ -82,52 +104,123 @@ class KVCache:
             rows.append(a.transpose(0, 2, 1, 3).reshape(self.batch, n, -1))
         if rows[0].shape != rows[1].shape:
             raise ShapeError("keys and values of different lengths")
-        self._room(self._lengths[layer], rows[0].shape[1])
         start = self._lengths[layer]
+        self._room(start, rows[0].shape[1])
         for name, new in zip(("_keys", "_values"), rows):
             kept = list(getattr(self, name))
             kept[layer] = update_slice(kept[layer], new, axis=1, start=start)
             setattr(self, name, tuple(kept))
         self._lengths[layer] += rows[0].shape[1]
 
-    def run(self, model: Any, ids: Array, *, last: bool = False) -> Array:
+    def run(
+        self,
+        model: Any,
+        ids: Any,
+        *,
+        last: bool = False,
+        padding: Sequence[int] | None = None,
+    ) -> Array:
         """Take in ids ``[t]`` or ``[batch, t]``; logits of all of them, or of the last.
 
         One piece after another; each writes its keys and values in place.
+
+        Args:
+            padding: how many ids at the beginning of each sequence stand for nothing;
+                only the first ids of a cache can be padded. Their logits are
+                meaningless.
         """
-        single = ids.ndim == 1
-        batch = 1 if single else ids.shape[0]
+        a = asarray(ids)
+        single = a.ndim == 1
+        batch, count = 1 if single else a.shape[0], a.shape[-1]
         if batch != self.batch:
             raise ShapeError(
                 f"ids of {batch} sequences, but the cache is for {self.batch}",
                 where=E.user_location(),
             )
-        count = ids.shape[-1]
-        self._room(self.length, count)
-        limit = model.config.max_positions
-        if self.length + count > limit:
-            raise IndexRangeError(
-                f"{self.length + count} positions, but the model has {limit}",
-                where=E.user_location(),
-            )
-        host = np.asarray(ids).reshape(batch, count)
+        self.check_room(model, count)
+        if padding is not None:
+            self._pad(padding, count)
+        host = np.asarray(a).reshape(batch, count)
         pieces: list[Array] = []
         for at in range(0, count, CHUNK):
             piece = host[:, at : at + CHUNK]
             n = piece.shape[1]
-            full = min(CHUNK, limit - self.length)  # padding has positions too
-            if 1 < n < full:
-                piece = np.pad(piece, ((0, 0), (0, full - n)), mode="edge")
-            logits, self._keys, self._values = _advance(
-                model, self._keys, self._values, piece, self.length, n - 1, last
-            )
-            self._lengths = [k + n for k in self._lengths]
+            if n == 1:
+                logits = self.step(model, asarray(piece[:, 0])).reshape(batch, 1, -1)
+            else:
+                if n < CHUNK:
+                    piece = np.pad(piece, ((0, 0), (0, CHUNK - n)), mode="edge")
+                wanted = np.int32(n - 1) if last else None
+                logits = self._advance(_chunk, model, piece, n, wanted=wanted)
             if last:
                 pieces = [logits]
             else:
-                pieces.append(logits[:, :n] if n < piece.shape[1] else logits)
+                pieces.append(logits[:, :n] if n < logits.shape[1] else logits)
         y = pieces[0] if len(pieces) == 1 else concatenate(pieces, axis=1)
         return y.reshape(y.shape[1:]) if single else y
+
+    def step(self, model: Any, tokens: Array, start: Array | None = None) -> Array:
+        """Take in one token a sequence, i32 ``[batch]``; logits ``[batch, vocab]``.
+
+        The tokens may be on the device only; those out of range are clamped. ``start``
+        is the length as an array, for those who have it there already.
+        """
+        if start is None:
+            self.check_room(model, 1)
+        return self._advance(_step, model, tokens, 1, start)
+
+    def check_room(self, model: Any, count: int) -> None:
+        """Refuse ``count`` more positions that do not fit.
+
+        Raises:
+            IndexRangeError: into the cache, or into the model.
+        """
+        self._room(self.length, count)
+        total = self.length - int(self._padding.min()) + count
+        limit = model.config.max_positions
+        if total > limit:
+            raise IndexRangeError(
+                f"{total} positions, but the model has {limit}",
+                where=E.user_location(),
+            )
+
+    def _advance(
+        self,
+        function: Any,
+        model: Any,
+        ids: Any,
+        count: int,
+        start: Array | None = None,
+        **more: Any,
+    ) -> Array:
+        if start is None:
+            start = asarray(np.int32(self.length))
+        # A single sequence needs no mask: it begins at row 0.
+        first = self._first if self.batch > 1 else None
+        logits: Array
+        logits, self._keys, self._values = function(
+            model, self._keys, self._values, ids, start, first, **more
+        )
+        self._lengths = [k + count for k in self._lengths]
+        return logits
+
+    def _pad(self, padding: Sequence[int], count: int) -> None:
+        at = np.asarray(padding, np.int32)
+        if at.shape != (self.batch,) or at.min() < 0 or at.max() >= count:
+            raise ShapeError(
+                f"padding {at.tolist()} for {self.batch} sequences of {count} ids",
+                where=E.user_location(),
+            )
+        if at.any() and (self.length or self.batch == 1):
+            raise ShapeError(
+                "only the first ids of a cache for several sequences can be padded",
+                where=E.user_location(),
+            )
+        if not self.length:
+            self._place(at)
+
+    def _place(self, padding: np.ndarray) -> None:
+        self._padding, self._first = padding, asarray(padding)
 
     def _read(self, arrays: tuple[Array, ...], layer: int) -> Array:
         n = self._lengths[layer]
@@ -140,36 +233,69 @@ class KVCache:
                 f"the cache holds {length} of {self.capacity} positions; {more} more "
                 "do not fit",
                 where=E.user_location(),
-                cure="make it with a larger capacity, or clear it",
+                cure="make it with a larger capacity, grow it, or clear it",
             )
 
 
-def _forward(
+# ------------------------------------------------------------------ as plans
+
+
+def _blocks(
     model: Any,
     keys: tuple[Array, ...],
     values: tuple[Array, ...],
     ids: Array,
     start: Array,
-    wanted: Array,
-    last: bool,
+    first: Array | None,
 ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
-    x = model.embed(ids, start)
+    """Rows of the last block, and the cache with those of ids ``[b, t]``."""
+    length, limit = ids.shape[1], model.config.max_positions
+    if first is None:
+        at = positions(length, start, limit)
+    else:
+        row = positions(length, start, keys[0].shape[1])
+        behind = row.reshape(1, length) - first.reshape(ids.shape[0], 1)
+        at = maximum(minimum(behind, limit - 1), 0)
+    x = model.embed(ids, at=at)
     new_keys, new_values = [], []
     for block, k, v in zip(model.layers, keys, values, strict=True):
-        x, k, v = block(x, start=start, cached=(k, v))
+        x, k, v = block(x, start=start, cached=(k, v), positions=at, first=first)
         new_keys.append(k)
         new_values.append(v)
-    if last and x.shape[1] > 1:
-        # Only the row that the next token is drawn from goes through the head.
-        x = _row(x, wanted)
-    return model.head(model.norm(x)), tuple(new_keys), tuple(new_values)
+    return x, tuple(new_keys), tuple(new_values)
 
 
-def _row(x: Array, at: Array) -> Array:
+def _chunk_of(
+    model: Any,
+    keys: tuple[Array, ...],
+    values: tuple[Array, ...],
+    ids: Array,
+    start: Array,
+    first: Array | None,
+    wanted: Array | None,
+) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
     from . import heads
 
-    y: Array = heads.row(x, at, n=1)
-    return y
+    x, keys, values = _blocks(model, keys, values, ids, start, first)
+    if wanted is not None:
+        # Only the row that the next token is drawn from goes through the head.
+        x = heads.row(x, wanted, n=1)
+    return model.head(model.norm(x)), keys, values
 
 
-_advance = compile(_forward, donate=("keys", "values"))
+def _step_of(
+    model: Any,
+    keys: tuple[Array, ...],
+    values: tuple[Array, ...],
+    ids: Array,
+    start: Array,
+    first: Array | None,
+) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+    ids = ids.reshape(ids.shape[0], 1)
+    x, keys, values = _blocks(model, keys, values, ids, start, first)
+    logits = model.head(model.norm(x))
+    return logits.reshape(logits.shape[0], logits.shape[2]), keys, values
+
+
+_chunk = compile(_chunk_of, donate=("keys", "values"))
+_step = compile(_step_of, donate=("keys", "values"))

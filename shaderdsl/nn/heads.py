@@ -130,6 +130,7 @@ def masked_attention(
     *,
     gate: Any = None,
     documents: Any = None,
+    first: Any = None,
     slopes: Any = None,
     **options: Any,
 ) -> Any:
@@ -140,6 +141,7 @@ def masked_attention(
         documents: i32 [..., t] of queries and keys alike; a query sees the keys of its
             own, and below 0 sees none. A row that sees nothing gives zeros, and zero
             gradients.
+        first: i32 [...]; the keys before it are seen by none.
         slopes: [h · g]: slope · (position - key) is taken off the scaled scores.
     """
     given = [q, k, v]
@@ -147,16 +149,19 @@ def masked_attention(
         given.append(gate)
     if documents is not None:
         given += [documents, documents]
+    if first is not None:
+        given.append(first)
     if slopes is not None:
         given.append(slopes)
-    which = _masked(gate is not None, documents is not None, slopes is not None)
-    return which(*given, **options)
+    parts = (x is not None for x in (gate, documents, first, slopes))
+    return _masked(*parts)(*given, **options)
 
 
 @functools.cache
-def _masked(gated: bool, documents: bool, alibi: bool) -> Op:
+def _masked(gated: bool, documents: bool, padded: bool, alibi: bool) -> Op:
     text = _ROWS + (", ... t (h g z c)" if gated else "")
-    text += (", ... t, ... s" if documents else "") + (", (h g)" if alibi else "")
+    text += (", ... t, ... s" if documents else "") + (", ..." if padded else "")
+    text += ", (h g)" if alibi else ""
 
     def masked_attention(
         q: Any,
@@ -175,6 +180,9 @@ def _masked(gated: bool, documents: bool, alibi: bool) -> Op:
         if documents:
             own, other = rest.pop(0), rest.pop(0)
             mask = (own == other) & (own >= 0)
+        if padded:
+            after = sd.index("s") >= rest.pop(0)
+            mask = after if mask is None else mask & after
         s = _scores(q, k, scale, soft_cap)
         if alibi:
             s = s - rest.pop(0) * sd.cast(_positions(start) - sd.index("s"), "f32")

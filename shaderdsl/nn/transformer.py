@@ -49,6 +49,7 @@ class Block(Module):
         cached: tuple[Array, Array] | None = None,
         documents: Any = None,
         positions: Any = None,
+        first: Any = None,
     ) -> Any:
         """x ``[dim]``, ``[t, dim]`` or ``[b, t, dim]``; options as of Attention."""
         x = asarray(x)
@@ -59,6 +60,7 @@ class Block(Module):
             cached=cached,
             documents=documents,
             positions=positions,
+            first=first,
         )
         if cached is not None:
             y, *kept = y
