@@ -15,7 +15,18 @@ from shaderdsl import nn
 from shaderdsl.nn.safetensors import SafetensorsFile
 
 DATA = Path(__file__).parent / "data" / "hf"
-FAMILIES = ("llama_gqa", "qwen3", "qwen3_5_gated", "qwen2_bias", "gpt2")
+FAMILIES = (
+    "llama_gqa",
+    "llama3_rope",
+    "mistral_window",
+    "qwen2_bias",
+    "qwen3",
+    "qwen3_5_gated",
+    "qwen3_next",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+)
 
 
 @functools.cache
@@ -54,10 +65,13 @@ def test_values_of_each_layer(device, family):
     model, want = nn.load(DATA / family), expected(family)
     for s in ("s7", "s33"):
         x = model.embed(want[f"{s}.input_ids"])
-        close(x, want[f"{s}.hidden.0"], 1e-6)
+        size = np.abs(want[f"{s}.hidden.0"]).max()
+        close(x, want[f"{s}.hidden.0"], 1e-6 * max(1.0, size))
         for i, block in enumerate(model.layers):
             attn = block.self_attn(block.norm1(x))
             close(attn, want[f"{s}.attn_out.{i}"], 5e-5)
+            if block.post_norm1 is not None:
+                attn = block.post_norm1(attn)
             mlp = block.mlp(block.norm2(x + attn))
             close(mlp, want[f"{s}.mlp_out.{i}"], 5e-5)
             x = block(x)
@@ -116,13 +130,20 @@ def test_cached_logits(device, family):
 
 
 def test_rotary_frequencies(family):
-    if "rope.inv_freq" not in expected(family):
-        pytest.skip("no rotary positions")
-    config = nn.load(DATA / family).config
     from shaderdsl.nn.rotary import inverse_frequencies
 
-    have = inverse_frequencies(config.rotary_dim, config.rope_theta)
-    np.testing.assert_allclose(have, expected(family)["rope.inv_freq"], rtol=1e-6)
+    names = [n for n in expected(family) if n.startswith("rope.inv_freq")]
+    if not names:
+        pytest.skip("no rotary positions")
+    config = nn.load(DATA / family).config
+    for layer in range(config.num_layers):
+        sliding = config.window(layer) is not None
+        kind = "sliding_attention" if sliding else "full_attention"
+        name = names[0] if len(names) == 1 else f"rope.inv_freq.{kind}"
+        have = inverse_frequencies(
+            config.rotary_dim, config.theta(layer), config.scaling(layer)
+        )
+        np.testing.assert_allclose(have, expected(family)[name], rtol=1e-6)
 
 
 def test_the_older_spelling_of_the_configuration(family, tmp_path):
@@ -147,15 +168,11 @@ def test_what_is_saved_loads_as_the_same(cpu, family, tmp_path):
     first = json.loads((DATA / family / "config.json").read_text())
     second = json.loads((tmp_path / "copy" / "config.json").read_text())
     assert first["architectures"] == second["architectures"]
-    for key in set(first) & set(second) - {
-        "transformers_version",
-        "n_inner",
-        "max_window_layers",
-    }:
+    ours = {"transformers_version", "n_inner", "max_window_layers", "mlp_only_layers"}
+    for key in set(first) & set(second) - ours:
         assert first[key] == second[key], key
 
 
-@pytest.mark.parametrize("family", ["llama_gqa", "qwen3"])
 def test_transformers_reads_what_is_saved(cpu, family, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")

@@ -337,6 +337,7 @@ def test_saving_the_whole_model(cpu, tmp_path):
     close(nn.load(tmp_path / "whole")(ids), merged(ids), 1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of libraries among themselves
 def test_peft_reads_what_is_saved(cpu, tmp_path, expected):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")

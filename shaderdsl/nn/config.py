@@ -53,6 +53,8 @@ class TransformerConfig:
     rotary_dim: int | None = None  # by default head_dim
     rope_layout: str = "halved"  # or "interleaved"
     rope_scaling: RopeScaling | None = None
+    #: of each layer, where layers differ
+    rope_scalings: tuple[RopeScaling | None, ...] | None = None
     tied_head: bool = False
     embedding_scale: float | None = None
     final_soft_cap: float | None = None
@@ -108,7 +110,7 @@ class TransformerConfig:
                 )
         if self.qk_norm and self.norm != "rms":
             raise ShaderError("qk_norm is an RMSNorm: it needs norm='rms'")
-        for name in ("windows", "rope_thetas"):
+        for name in ("windows", "rope_thetas", "rope_scalings"):
             value = getattr(self, name)
             if value is not None and len(value) != self.num_layers:
                 raise ShaderError(
@@ -122,6 +124,10 @@ class TransformerConfig:
     def theta(self, layer: int) -> float:
         """The rotary base of a layer."""
         return self.rope_thetas[layer] if self.rope_thetas else self.rope_theta
+
+    def scaling(self, layer: int) -> RopeScaling | None:
+        """How a layer's rotary angles are stretched."""
+        return self.rope_scalings[layer] if self.rope_scalings else self.rope_scaling
 
 
 def _positive(name: str, value: Any) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..errors import CheckpointError
 
-__all__ = ["GPT2", "LLAMA", "Entry", "Names", "entries"]
+__all__ = ["GEMMA", "GPT2", "LLAMA", "Entry", "Names", "entries"]
 
 #: (pattern of our path, stored name, whether its matrices are stored [in, out])
 Row = tuple[str, str, bool]
@@ -53,6 +53,17 @@ _LLAMA: tuple[Row, ...] = (
     ),
     (r"layers\.(\d+)\.(self_attn|mlp)\.(.*)", r"model.layers.\1.\2.\3", False),
 )
+_GEMMA: tuple[Row, ...] = (
+    *(
+        (rf"layers\.(\d+)\.{ours}\.(.*)", rf"model.layers.\1.{theirs}.\2", False)
+        for ours, theirs in (
+            ("post_norm1", "post_attention_layernorm"),
+            ("norm2", "pre_feedforward_layernorm"),
+            ("post_norm2", "post_feedforward_layernorm"),
+        )
+    ),
+    *(row for row in _LLAMA if "norm2" not in row[0]),
+)
 _GPT2: tuple[Row, ...] = (
     (r"embed_tokens\.(.*)", r"transformer.wte.\1", False),
     (r"embed_positions\.(.*)", r"transformer.wpe.\1", False),
@@ -75,6 +86,7 @@ _GPT2_FUSED = (
     ),
 )
 LLAMA = Names(_LLAMA)
+GEMMA = Names(_GEMMA)
 GPT2 = Names(_GPT2, _GPT2_FUSED, "transformer.", r".*\.attn\.(masked_)?bias")
 
 

@@ -303,7 +303,7 @@ def build(config: TransformerConfig, make: Make) -> Transformer:
                 theta=c.theta(layer),
                 max_positions=c.max_positions,
                 layout=c.rope_layout,
-                scaling=c.rope_scaling,
+                scaling=c.scaling(layer),
             )
         size, kv_size = c.num_heads * head_dim, kv_heads * head_dim
         parts = 2 if c.gated else 1
