@@ -144,13 +144,15 @@ fn sd_head{V}(x: {F}) -> {F} {
 """
 )
 # Constants fold wrongly: 0 / b to 0 and a / 0 to anything. So both are spelled out; the
-# first is NaN where b is 0 or NaN.
+# first is NaN where b is 0 or NaN. Where 1 / b would be subnormal, GPUs that multiply by
+# the reciprocal give 0; a quarter of both has the same quotient.
 _helper(
     """
 fn sd_div{V}(a: {F}, b: {F}) -> {F} {
   let whole = ((bitcast<{U}>(b) << {U}(1u)) - {U}(1u)) < {U}(0xff000000u);
   let none = b == {F}(0.0);
-  let q = select(a / select(b, {F}(1.0), none), a * sd_inf{V}(), none);
+  let s = select({F}(1.0), {F}(0.25), abs(b) > {F}(4.2535296e37));
+  let q = select((a * s) / select(b * s, {F}(1.0), none), a * sd_inf{V}(), none);
   return select(q, select(sd_nan{V}(), {F}(0.0), whole), a == {F}(0.0));
 }
 """
