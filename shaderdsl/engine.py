@@ -36,7 +36,7 @@ def placeholder(role: Any, shape: Sequence[int], dtype: str, name: str = "x") ->
 
 
 def captured_inputs(outs: Sequence[Stage], inputs: Sequence[Stage]) -> list[Stage]:
-    """Inputs of the graph that are no arguments: arrays that the function closed over."""
+    """Inputs of the graph that are no arguments: arrays from outside the function."""
     known = set(inputs)
     return [s for s in topo_stages(outs) if s.kind == "input" and s not in known]
 

@@ -230,7 +230,7 @@ def min(
 def _count(
     x: Any, over: str | None, axis: Any, condition: Any, keepdims: bool, name: str
 ) -> Any:
-    """How many elements take part: a number that is known, or a sum over the condition."""
+    """How many elements take part: a known number, or a sum over the condition."""
     if condition is not None:
         if isinstance(x, T.Value):
             return sum(cast(condition, "f32"), over)

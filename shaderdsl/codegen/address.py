@@ -153,8 +153,7 @@ def collapse(
 
 
 def used_alone(roots: Sequence[Expr], addresses: Mapping[Expr, Address]) -> int:
-    """Axes whose index is used as a value, or inside an address by more than a factor.
-    """
+    """Axes whose index is used as a value, or in an address by more than a factor."""
     mask = 0
     seen: set[Expr] = set()
     stack = list(roots)

@@ -1,4 +1,4 @@
-"""Combining values: spellings of monoids, and the tree over the lanes of a workgroup."""
+"""Combining values: spellings of monoids, the tree over a workgroup's lanes."""
 
 from __future__ import annotations
 

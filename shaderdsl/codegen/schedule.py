@@ -73,7 +73,7 @@ def lay_out(
     classes: Sequence[Sequence[int]],
     more: Sequence[Expr] = (),
 ) -> Layout:
-    """Addresses of every access, and the loops left once neighbouring axes are merged."""
+    """Addresses of every access, and the loops left once neighbours are merged."""
     inside = {m.stage for m in g.members if m.role != "map"}
     space = g.space
     addresses: dict[Expr, Address] = {}

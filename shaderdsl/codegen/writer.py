@@ -179,7 +179,7 @@ class Writer:
     # -------------------------------------------------------------- addresses
 
     def address(self, form: Address, divide: int = 1) -> str:
-        """The text of an element offset (in vec4s when ``divide`` is the vector width)."""
+        """The text of an element offset, in vec4s when ``divide`` is their width."""
         terms = sorted(
             form.terms,
             key=lambda t: self.level(
@@ -411,7 +411,7 @@ class Writer:
         for x in n.args:
             v = self.splat(x) if vector else self.value(x)
             args.append(v)
-        if n.data == "stop_gradient":
+        if n.data in ("stop_gradient", "after"):
             return args[0]
         if n.data in ("floordiv", "mod") and n.dtype == "i32":
             lows = [interval(x, self.space)[0] for x in n.args]

@@ -100,7 +100,7 @@ def _make(
 
 
 def const(value: bool | int | float, dtype: str | None = None) -> Expr:
-    """A number. Keys hold the type and the bits, so 1, 1.0, True and -0.0 stay apart."""
+    """A number. Keys hold type and bits, so 1, 1.0, True and -0.0 stay apart."""
     if dtype is None:
         dtype = (
             "bool"
@@ -341,7 +341,7 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
 
 
 def rewrite(root: Expr, leaf: Callable[[Expr, tuple[Expr, ...]], Expr]) -> Expr:
-    """Rebuild from the leaves; ``leaf(node, new_args)`` gives each node's replacement."""
+    """Rebuild from the leaves; ``leaf(node, new_args)`` gives the replacement."""
     memo: dict[Expr, Expr] = {}
     for n in topo(root):
         memo[n] = leaf(n, tuple(memo[x] for x in n.args))

@@ -81,7 +81,7 @@ def affine(e: Expr) -> Affine:
 def interval(
     e: Expr, extents: Extents, memo: dict[Expr, tuple[int, int]] | None = None
 ) -> tuple[int, int]:
-    """Least and greatest value of an integer expression, given the extents of its axes."""
+    """Least and greatest value of an integer expression, given its axes' extents."""
     if memo is None:
         memo = {}
     if e in memo:

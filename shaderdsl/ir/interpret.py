@@ -176,7 +176,7 @@ class _Evaluator:
     # -------------------------------------------------------------- whole spaces
 
     def full(self, body: Expr, axes: Sequence[int]) -> Array:
-        """A map over all its axes, in pieces along the first when the space is large."""
+        """A map over all its axes, in pieces along the first when that is large."""
         total = math.prod(self.space)
         if total <= _PIECE or not self.space or self.space[0] <= 1:
             return self._dense(body)

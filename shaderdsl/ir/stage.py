@@ -443,7 +443,7 @@ def _reload(n: Expr, stage: Stage, args: Sequence[Expr]) -> Expr:
 
 
 def rebind(outs: Sequence[Stage], given: dict[Stage, Stage]) -> list[Stage]:
-    """The same graph with some stages (placeholders) replaced by others of equal shape."""
+    """The same graph with some stages replaced by others of equal shape."""
     new: dict[Stage, Stage] = dict(given)
     for s in topo_stages(outs, stop=given):
         if s not in new:

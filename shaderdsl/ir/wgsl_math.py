@@ -144,8 +144,8 @@ fn sd_head{V}(x: {F}) -> {F} {
 """
 )
 # Constants fold wrongly: 0 / b to 0 and a / 0 to anything. So both are spelled out; the
-# first is NaN where b is 0 or NaN. Where 1 / b would be subnormal, GPUs that multiply by
-# the reciprocal give 0; a quarter of both has the same quotient.
+# first is NaN where b is 0 or NaN. Where 1 / b would be subnormal, GPUs that multiply
+# by the reciprocal give 0; a quarter of both has the same quotient.
 _helper(
     """
 fn sd_div{V}(a: {F}, b: {F}) -> {F} {
