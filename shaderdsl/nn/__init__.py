@@ -7,7 +7,7 @@ from . import lora
 from .attention import Attention
 from .cache import KVCache
 from .config import TransformerConfig
-from .decoding import generate
+from .decoding import generate, stream
 from .layers import MLP, Embedding, GatedMLP, GeGLU, LayerNorm, Linear, RMSNorm, SwiGLU
 from .module import Module, combine, named_arrays, partition, static
 from .rotary import RopeScaling, RotaryEmbedding
@@ -41,4 +41,5 @@ __all__ = [
     "save",
     "state_dict",
     "static",
+    "stream",
 ]

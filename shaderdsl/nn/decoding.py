@@ -186,7 +186,14 @@ def _rows(ids: Any) -> tuple[list[np.ndarray], int]:
     """Each sequence, and the rank of the result; 0 for a list."""
     from .transformer import check_ids
 
-    if isinstance(ids, (list, tuple)) and any(np.ndim(x) for x in ids):
+    several = isinstance(ids, (list, tuple)) and any(np.ndim(x) for x in ids)
+    if any(np.size(x) == 0 for x in (ids if several else [ids])):
+        raise ShapeError(
+            "an empty prompt",
+            where=E.user_location(),
+            cure="begin with at least one token",
+        )
+    if several:
         rows = [np.asarray(check_ids(x)) for x in ids]
         if any(r.ndim != 1 for r in rows):
             raise ShapeError("sequences in a list have one axis each")

@@ -28,21 +28,17 @@ from ..runtime import current
 __all__ = ["Sampler", "keys", "options"]
 
 
-def _bits(vocab_size: int) -> int:
-    """Bits of a threshold that one pass finds, by 2^bits sums over the row.
-
-    Few passes where sums are cheap, little work where they are not.
-    """
-    return 8 if vocab_size <= 1024 else 4
+#: bits of a threshold that one pass finds, by 2^bits sums over the row
+_BITS = 4
 
 
 def options(
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    repetition_penalty: float | None,
     vocab_size: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
 ) -> np.ndarray:
     """The options as the device reads them, f32; what is off gets its neutral value.
 
@@ -124,6 +120,7 @@ def weigh(logits: Any, seen: Any, last: Any, choice: Any) -> tuple[Any, Any, Any
     return sd.exp((x - sd.max(x, over="v")) / choice.at(o=0)), key, known
 
 
+@op("b v, b v, b, b -> b", j=1 << _BITS)
 def narrow(
     weight: Any, order: Any, wanted: Any, found: Any, *, shift: int, count: int
 ) -> Any:
@@ -140,10 +137,6 @@ def narrow(
     # Weights are not negative, so the candidates that pass are the first few.
     more = sd.where(mass >= wanted, _u32(1) << shift, _u32(0))
     return sd.sum(sd.where(j == 0, found, more), over="j")
-
-
-#: for each number of bits
-_NARROW = {bits: op("b v, b v, b, b -> b", j=1 << bits)(narrow) for bits in (4, 8)}
 
 
 @op("b v, b v, b, o -> b")
@@ -201,9 +194,9 @@ def _u32(n: int) -> Any:
 
 
 def _search(weight: Array, order: Array, wanted: Array, zero: Array, count: Any) -> Any:
-    bits, found = _bits(order.shape[-1]), zero
-    for shift in range(32 - bits, -1, -bits):
-        found = _NARROW[bits](weight, order, wanted, found, shift=shift, count=count)
+    found = zero
+    for shift in range(32 - _BITS, -1, -_BITS):
+        found = narrow(weight, order, wanted, found, shift=shift, count=count)
     return found
 
 
@@ -263,7 +256,7 @@ class Sampler:
         **given: Any,
     ):
         batch = len(prompts)
-        self._options = options(vocab_size=vocab_size, **given)
+        self._options = options(vocab_size, **given)
         temperature, k, p, _, penalty = self._options.tolist()
         self._sampled = temperature > 0
         self._with_k, self._with_p = k < vocab_size, p < 1
