@@ -9,7 +9,18 @@ from typing import Any
 
 from . import errors, random, tree
 from .array import Array, asarray
-from .function import Op, compile, grad, jvp, lower, op, spec, value_and_grad, vjp
+from .function import (
+    Op,
+    compile,
+    grad,
+    jvp,
+    lower,
+    op,
+    remat,
+    spec,
+    value_and_grad,
+    vjp,
+)
 from .lowered import Lowered
 from .namespace import *
 from .runtime import devices, profile, synchronize, use_device

@@ -22,6 +22,7 @@ from .ir import expr as E
 from .ir import signature as S
 from .ir import trace as T
 from .ir.bounds import HostCheck
+from .ir.remat import Region, region
 from .ir.stage import Stage, map_stage, rebind, topo_stages
 from .lowered import Lowered
 from .runtime import current as current_device
@@ -36,6 +37,7 @@ class _Tracing:
 
     def __init__(self) -> None:
         self.checks: list[HostCheck] = []
+        self.regions: list[Region] = []  # of remat
 
     def __enter__(self) -> _Tracing:
         lock.acquire()
@@ -403,6 +405,7 @@ class _Traced:
             result = function(*tree.unflatten(structure, symbols))
             self.result_leaves, self.result = tree.flatten(result)
             self.checks = t.checks
+            self.regions = t.regions
         self.outs: list[Stage] = []
         self.out_positions: list[int] = []
         for k, leaf in enumerate(self.result_leaves):
@@ -657,7 +660,7 @@ def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., An
         seeds: list[Stage | None] = [None] * len(traced.outs)
         for k, c in zip(floats, cots, strict=True):
             seeds[k] = c
-        grads = differentiate.vjp(traced.outs, seeds, wrt)
+        grads = differentiate.vjp(traced.outs, seeds, wrt, traced.regions)
         outer = traced.symbolic()
         if outer:
             _note_checks(_rebound(traced.checks, traced.inputs, traced.arrays))
@@ -771,7 +774,7 @@ def _split(
 def jvp(
     function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """``y, dy = jvp(f, (x,), (tx,))``: the value and its derivative along the tangents."""
+    """``y, dy = jvp(f, (x,), (tx,))``: the value, and its change along the tangents."""
     traced = _Traced(function, tuple(primals), "jvp")
     given = tree.leaves(tuple(tangents))
     wrt_positions = _differentiable(traced)
@@ -841,7 +844,7 @@ def value_and_grad(
                     where=E.user_location(),
                 )
             leaf = args[k]
-            if isinstance(leaf, (Array, np.ndarray, list)) or is_number(leaf):
+            if isinstance(leaf, (Array, np.ndarray)) or is_number(leaf):
                 a = asarray(leaf)
                 if isinstance(leaf, int) and not isinstance(leaf, bool):
                     raise DifferentiationError(
@@ -885,7 +888,7 @@ def value_and_grad(
             ]
             first = seeds.index(one)
             seeds = [one if k == first else None for k in range(len(seeds))]
-            grads = differentiate.vjp(traced.outs, seeds, wrt)
+            grads = differentiate.vjp(traced.outs, seeds, wrt, traced.regions)
             real = [g for g in grads if g is not None]
             stages = [*traced.outs, *real]
             if traced.symbolic():
@@ -941,6 +944,38 @@ def grad(
     return wrapped
 
 
+def remat(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose inside the backward pass computes again.
+
+    A derivative keeps its arguments and results until then, and nothing in between: a
+    layer's memory for its time. What the function closes over from the same trace
+    counts as its inside; pass it as an argument. Values and derivatives are the same.
+
+    Example:
+        >>> for block in model.layers:
+        ...     x = sd.remat(block)(x)
+    """
+
+    def wrapped(*args: Any, **keywords: Any) -> Any:
+        result = function(*args, **keywords)
+        with lock:
+            outs, starts = (
+                [
+                    x.stage()
+                    for x in tree.leaves(t)
+                    if isinstance(x, Array) and x.symbolic
+                ]
+                for t in (result, (args, keywords))
+            )
+            stack = getattr(_state, "stack", [])
+            if stack and outs:
+                stack[-1].regions.append(region(outs, starts))
+        return result
+
+    functools.update_wrapper(wrapped, function, updated=())
+    return wrapped
+
+
 # ------------------------------------------------------------------ inspection
 
 
@@ -968,7 +1003,7 @@ def lower(
             else None
             for k, s in enumerate(traced.outs)
         ]
-        grads = differentiate.vjp(traced.outs, seeds, wrt)
+        grads = differentiate.vjp(traced.outs, seeds, wrt, traced.regions)
         residuals, places, grads = _split(traced.outs, traced.inputs, grads)
         stages = [g for g in grads if g is not None]
         inputs = [*traced.inputs, *(s for s in seeds if s is not None), *places]

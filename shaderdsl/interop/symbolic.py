@@ -95,6 +95,7 @@ def _table() -> dict[str, Callable[..., Any]]:
         table[name] = plain(getattr(sp, name))
     for name in ("stop_gradient", "round_f16", "to_f32", "to_i32", "to_u32"):
         table[name] = lambda x: x
+    table["after"] = lambda x, first: x
     return table
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ..errors import CompilerError
 from . import expr as E
-from . import verify
+from . import remat, verify
 from .expr import Expr
 from .indexmap import Affine, affine, digits, merge, split
 from .primitives import PRIMITIVES
@@ -38,9 +38,8 @@ def _dependent(stage: Stage, dep: set[Stage]) -> set[Expr]:
     assert stage.body is not None
     hot: set[Expr] = set()
     for n in E.values(stage.body):
-        if n.kind == "load":
-            if n.data in dep:
-                hot.add(n)
+        if n.kind == "load" and n.data in dep:
+            hot.add(n)
         elif (
             n.dtype == "f32"
             and n.kind == "apply"
@@ -65,9 +64,15 @@ class _Adjoint:
 
 
 def vjp(
-    outs: Sequence[Stage], cotangents: Sequence[Stage | None], wrt: Sequence[Stage]
+    outs: Sequence[Stage],
+    cotangents: Sequence[Stage | None],
+    wrt: Sequence[Stage],
+    regions: Sequence[remat.Region] = (),
 ) -> list[Stage | None]:
-    """Cotangents of ``wrt`` given those of ``outs``; None where nothing depends on it."""
+    """Cotangents of ``wrt`` given those of ``outs``; None where nothing depends on it.
+
+    What lies inside of ``regions`` is computed again.
+    """
     order = topo_stages([*outs, *wrt])
     dep = dependent_stages(order, wrt)
     adjoints = {s: _Adjoint() for s in order}
@@ -81,7 +86,8 @@ def vjp(
         a = result[s] = _collect(s, adjoints[s])
         if s.body is not None:
             _pull_stage(s, a, dep, adjoints)
-    found = [_narrow(result.get(s), s) for s in wrt]
+    grads = remat.recomputed(regions, order, result, [result.get(s) for s in wrt])
+    found = [_narrow(g, s) for g, s in zip(grads, wrt)]
     verify.check([s for s in found if s is not None], "after the derivative")
     return found
 
@@ -246,7 +252,7 @@ def _refine(adjoint: _Adjoint, n: Expr, space: Sequence[int]) -> None:
 
 @dataclass
 class _Solution:
-    """Consumer axes in terms of the target's, what must hold, and equations that stay."""
+    """Consumer axes in terms of the target's, guards, and equations that stay."""
 
     axes: dict[int, Expr | None] = field(default_factory=dict)
     guards: list[Expr] = field(default_factory=list)
@@ -364,7 +370,7 @@ def _solve_dim(
 def jvp(
     outs: Sequence[Stage], wrt: Sequence[Stage], tangents: Sequence[Stage]
 ) -> list[Stage | None]:
-    """Tangents of ``outs`` given those of ``wrt``; None where the derivative is zero."""
+    """Tangents of ``outs`` given those of ``wrt``; None for a zero derivative."""
     order = topo_stages([*outs, *wrt])
     dep = dependent_stages(order, wrt)
     tangent: dict[Stage, Stage] = dict(zip(wrt, tangents, strict=True))

@@ -500,6 +500,16 @@ _row(
     takes="any",
     doc="the value; its derivative is taken to be zero",
 )
+# The value once something else is there: what is computed from it again cannot be the
+# same stage as before, nor run earlier.
+_row(
+    "after",
+    lambda x, first: x,
+    "{0}",
+    lambda g, a, y: (g, None),
+    takes="any",
+    doc="the first operand, when the second one is computed",
+)
 # The value is rounded to float16 and back, as storing it would.
 _row(
     "round_f16",

@@ -12,6 +12,7 @@ import numpy as np
 from .. import ops
 from ..array import Array, asarray
 from ..errors import DTypeError, ShapeError
+from ..function import remat as again
 from ..ir import expr as E
 from ..namespace import cast, tanh, where
 from . import heads
@@ -116,6 +117,7 @@ class Transformer(Module):
         mask: Any = None,
         documents: Any = None,
         positions: Any = None,
+        remat: bool = False,
     ) -> Array:
         """Logits ``[…, t, vocab]`` of ids ``[t]`` or ``[b, t]``, i32 or u32.
 
@@ -127,6 +129,7 @@ class Transformer(Module):
                 row, i32 ≥ 0 of the ids' shape or ``[t]``: a token sees its own, and
                 positions start anew in each.
             positions: i32 of the ids' shape or ``[t]``, in place of those.
+            remat: the backward pass computes each block again and keeps its input only.
 
         Raises:
             IndexRangeError: ids or positions out of range, a cache without room.
@@ -141,7 +144,9 @@ class Transformer(Module):
                 )
             return cache.run(self, ids)
         return self.head(
-            self.hidden(ids, mask=mask, documents=documents, positions=positions)
+            self.hidden(
+                ids, mask=mask, documents=documents, positions=positions, remat=remat
+            )
         )
 
     def embed(self, ids: Any, start: Any = 0, at: Any = None) -> Array:
@@ -165,6 +170,7 @@ class Transformer(Module):
         mask: Any = None,
         documents: Any = None,
         positions: Any = None,
+        remat: bool = False,
     ) -> Array:
         """What the head multiplies, ``[…, t, hidden]``: after the final norm."""
         ids = check_ids(ids)
@@ -172,7 +178,8 @@ class Transformer(Module):
         at = row_positions(self.config, ids, segments, positions)
         x = self.embed(ids, at=at)
         for block in self.layers:
-            x = block(x, documents=segments, positions=at)
+            run = again(block) if remat else block
+            x = run(x, documents=segments, positions=at)
         return self.norm(x)
 
     def head(self, x: Array) -> Array:
