@@ -26,6 +26,7 @@ __all__ = [
     "AdamState",
     "AdamW",
     "SGDState",
+    "accumulate",
     "clip_by_global_norm",
     "cosine",
     "global_norm",
@@ -118,6 +119,22 @@ def clip_by_global_norm(gradients: Any, limit: float) -> Any:
     """The gradients, scaled so that their global norm is at most ``limit``."""
     factor = _clip_factor(gradients, limit)
     return tree.map(lambda g: g * factor, gradients)
+
+
+def accumulate(total: Any, gradients: Any, weight: Any = 1.0) -> Any:
+    """``total + weight · gradients`` in f32, leaf by leaf; a total of None starts one.
+
+    Means of parts of a batch add up to the mean of all with weight (rows of the part
+    that count) / (rows of the batch that count). Inside ``sd.compile`` a donated total
+    is written in place.
+    """
+
+    def scaled(g: Any) -> Any:
+        return sd.cast(g, "f32") * weight
+
+    if total is None:
+        return tree.map(scaled, gradients)
+    return tree.map(lambda t, g: t + scaled(g), total, gradients)
 
 
 def matrices(path: str, parameter: Any) -> bool:

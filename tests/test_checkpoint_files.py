@@ -300,6 +300,30 @@ def test_files_that_are_not_there(folder, tmp_path):
         ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "Llama"]),
         ({"architectures": None, "model_type": "t5"}, ["t5"]),
         ({"num_local_experts": 8}, ["experts"]),
+        (
+            {
+                "architectures": ["Qwen3NextForCausalLM"],
+                "model_type": "qwen3_next",
+                "layer_types": ["full_attention"] * 2,
+            },
+            ["experts", "512"],
+        ),
+        (
+            {
+                "architectures": ["Qwen3NextForCausalLM"],
+                "model_type": "qwen3_next",
+                "num_experts": 0,
+            },
+            ["linear attention"],
+        ),
+        (
+            {
+                "architectures": ["Gemma3ForCausalLM"],
+                "model_type": "gemma3_text",
+                "use_bidirectional_attention": True,
+            },
+            ["bidirectional"],
+        ),
         ({"layer_types": ["linear_attention", "full_attention"]}, ["linear_attention"]),
         ({"hidden_act": "relu2"}, ["relu2"]),
         ({"hidden_size": None}, ["hidden_size"]),

@@ -98,10 +98,19 @@ def test_loss_and_every_gradient_of_the_padded_batch(device, family):
 
 def test_the_batch_is_its_sequences(device, family):
     model, want = nn.load(DATA / family), expected(family)
-    logits = np.asarray(model(want["batch.input_ids"]))
-    for row, s in ((0, "s7"), (1, "s33")):
-        right = want[f"{s}.logits"]
-        close(logits[row, : len(right)], right, 5e-5)
+    ids, mask = want["batch.input_ids"], want["batch.attention_mask"]
+    left = [np.roll(x, -m.sum(), axis=0) for x, m in zip(ids, mask)]
+    for batch, options in (
+        (ids, {}),
+        (ids, {"mask": mask}),
+        (np.stack(left), {"mask": mask[:, ::-1]}),
+    ):
+        logits = np.asarray(model(batch, **options))
+        for row, s in ((0, "s7"), (1, "s33")):
+            right = want[f"{s}.logits"]
+            n = len(right)
+            have = logits[row, -n:] if batch is not ids else logits[row, :n]
+            close(have, right, 5e-5)
 
 
 def test_greedy_tokens(device, family):

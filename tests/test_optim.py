@@ -210,3 +210,40 @@ def test_gradients_of_another_model_are_refused(cpu):
 def test_options_out_of_range(options):
     with pytest.raises(ShaderError):
         optim.AdamW(**options)
+
+
+def test_accumulation_is_the_whole_batch(device):
+    """Parts with different numbers of counted labels, in one donated total."""
+    config = nn.TransformerConfig(
+        vocab_size=11,
+        hidden_size=12,
+        num_layers=1,
+        num_heads=2,
+        ffn_size=16,
+        max_positions=8,
+    )
+    model = nn.Transformer.init(config)
+    generator = np.random.default_rng(5)
+    ids = generator.integers(0, 11, (4, 8)).astype(np.int32)
+    labels = generator.integers(0, 11, (4, 8)).astype(np.int32)
+    labels[0, :5] = labels[3, 2:] = -100
+    counted = (labels != -100).sum()
+
+    def loss(model, ids, labels):
+        return nn.cross_entropy(model(ids), labels)
+
+    want = sd.grad(loss)(model, ids, labels)
+
+    @sd.compile(donate=("total",))
+    def part(model, total, ids, labels, weight):
+        return sd.optim.accumulate(total, sd.grad(loss)(model, ids, labels), weight)
+
+    total = None
+    for rows in (slice(0, 2), slice(2, 4)):
+        weight = float((labels[rows] != -100).sum() / counted)
+        total = part(model, total, ids[rows], labels[rows], weight)
+    for a, b in zip(sd.tree.leaves(total), sd.tree.leaves(want)):
+        b = np.asarray(b)
+        assert np.abs(np.asarray(a) - b).max() <= 2e-6 * max(1.0, np.abs(b).max())
+    part_of = sd.optim.accumulate(None, {"a": None, "b": np.ones(2, np.float16)}, 0.5)
+    assert part_of["a"] is None and part_of["b"].dtype == "f32"
