@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from .codegen.lower import lower as lower_graph
 from .codegen.program import Program
 from .ir import verify
 from .ir.stage import Stage, input_stage, topo_stages
@@ -60,6 +59,9 @@ class Plan:
             )
         self.outs = tuple(outs)
         verify.check(outs, "before the partition")
+        # The compiler is loaded when it is first needed: importing stays quick.
+        from .codegen.lower import lower as lower_graph
+
         self.program: Program = lower_graph(
             outs, self.device.target, inputs=(*inputs, *captured), donated=donated
         )

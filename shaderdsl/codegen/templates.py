@@ -14,10 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..ir import expr as E
 from ..ir.stage import Stage
+from . import texts
 from .partition import Group
 from .program import Binding, Kernel, Param, Scratch, Tensor
 from .schedule import members_of
@@ -26,16 +27,6 @@ from .target import Target
 Schedule = Callable[[Group, Target], list[Kernel]]
 
 
-class Store(Protocol):
-    """Where texts outlive the process."""
-
-    def get(self, key: str) -> str | None: ...
-
-    def put(self, key: str, text: str) -> None: ...
-
-
-#: Set by the runtime; without it texts are kept in memory alone.
-store: Store | None = None
 _memory: OrderedDict[Any, list[dict[str, Any]]] = OrderedDict()
 _KEPT = 4096
 
@@ -45,6 +36,7 @@ def kernels_of(g: Group, target: Target, schedule: Schedule) -> list[Kernel]:
     key, tensors = signature(g)
     key = (key, target)
     found = _memory.get(key)
+    store = texts.store
     if found is None and store is not None:
         found = _read(store.get(_text_key(key)))
     if found is None:

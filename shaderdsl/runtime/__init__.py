@@ -1,12 +1,12 @@
 """Running programs: devices, memory, profiling.  wgpu is imported on first use."""
 
-from ..codegen import templates
+from ..codegen import texts
 from .buffers import Buffer
 from .device import Device, DeviceInfo, Executable, current, devices, use_device
 from .diskcache import DiskCache
 from .profiling import Profile, profile
 
-templates.store = DiskCache("kernels")
+texts.store = DiskCache("kernels")
 
 __all__ = [
     "Buffer",
