@@ -48,6 +48,25 @@ def test_the_same_gradients(device, compiled):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(a).max())
 
 
+def test_less_is_kept(device):
+    def long(x, w, v):
+        h = x
+        for _ in range(3):
+            h = sd.tanh(sd.tanh(h @ w) @ v)
+        return x + h
+
+    x, ws = normal(600, 24), weights(4, 24)
+    peaks = []
+    for f in (long, sd.remat(long)):
+        run = sd.grad(lambda x, f=f: deep(f, x, ws))
+        run(x)
+        with sd.profile() as p:
+            run(x)
+        peaks.append(p.peak_bytes)
+    # Six arrays a layer as large as x, or one a layer and six for a time.
+    assert peaks[1] < 0.7 * peaks[0]
+
+
 def test_what_forward_keeps(cpu):
     specs = [sd.spec("f32", 64, 48), sd.spec("f32", 48, 48), sd.spec("f32", 48, 48)]
 

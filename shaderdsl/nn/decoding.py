@@ -184,7 +184,7 @@ def capacity_for(total: int, limit: int) -> int:
 
 def _rows(ids: Any) -> tuple[list[np.ndarray], int]:
     """Each sequence, and the rank of the result; 0 for a list."""
-    from .transformer import check_ids
+    from .inputs import check_ids
 
     several = isinstance(ids, (list, tuple)) and any(np.ndim(x) for x in ids)
     if any(np.size(x) == 0 for x in (ids if several else [ids])):
