@@ -92,7 +92,7 @@ class Trainer:
         self._judged = data.windows(self.held_out_text, config.length)
         self.step = 0
         self.history: list[dict[str, float]] = []
-        self.model = nn.Transformer.init(config.model, seed=config.seed)
+        self.model = self._first_model()
         self.optimiser = optim.AdamW(
             lr=optim.cosine(config.peak, config.steps, config.rising),
             betas=config.betas,
@@ -104,22 +104,41 @@ class Trainer:
         self._total = _zero()
         self._counted = 0
         self._advance = compile(self._step, donate=("model", "state", "total"))
-        self._judge = compile(_judge, donate=("total",))
+        self._judge = compile(self._judge_batch, donate=("total",))
+
+    #: what one token of the text is
+    unit = "byte"
+    #: whether :meth:`resume` can go on from its checkpoints
+    resumable = True
+
+    def _first_model(self) -> Any:
+        """What is trained, as it is at step 0."""
+        return nn.Transformer.init(self.config.model, seed=self.config.seed)
+
+    def _whole(self, model: Any) -> Any:
+        """What is trained, as something that can be called."""
+        return model
 
     @property
     def parameters(self) -> int:
         """How many numbers are trained."""
-        return sum(math.prod(leaf.shape) for leaf in tree.leaves(self.model))
+        return sum(math.prod(x.shape) for _, x in nn.named_arrays(self.model))
 
     def _step(
         self, model: Any, state: Any, total: Array, inputs: Array, labels: Array
     ) -> tuple[Any, Any, Array]:
         def loss_of(model: Any) -> Array:
-            return nn.cross_entropy(model(inputs), labels)
+            return nn.cross_entropy(self._whole(model)(inputs), labels)
 
         loss, gradients = value_and_grad(loss_of)(model)
         model, state = self.optimiser.update(model, gradients, state)
         return model, state, total + loss
+
+    def _judge_batch(
+        self, model: Any, total: Array, inputs: Array, labels: Array
+    ) -> Array:
+        logits = self._whole(model)(inputs)
+        return total + nn.cross_entropy(logits, labels, reduction="sum")
 
     def advance(self) -> None:
         """One step; returns before the device has done it."""
@@ -177,13 +196,14 @@ class Trainer:
     def _write(self, folder: Path) -> None:
         from safetensors.numpy import save_file
 
-        nn.save(self.model, folder)
+        self._write_model(folder)
         leaves = [np.array(leaf) for leaf in tree.leaves(self.state)]
         named = zip(_leaf_names(len(leaves)), leaves)
         save_file(dict(named), folder / "optimizer.safetensors")
         about = {
             "step": self.step,
-            "tokens": "bytes",
+            "tokens": f"{self.unit}s",
+            "resumable": self.resumable,
             "text": {
                 "sha256": data.digest(self.text),
                 "bytes": len(self.text),
@@ -193,6 +213,9 @@ class Trainer:
             "history": self.history,
         }
         (folder / "trainer.json").write_text(json.dumps(about, indent=1))
+
+    def _write_model(self, folder: Path) -> None:
+        nn.save(self.model, folder)
 
     @classmethod
     def resume(
@@ -237,10 +260,6 @@ def _zero() -> Array:
     return asarray(np.zeros((), np.float32))
 
 
-def _judge(model: Any, total: Array, inputs: Array, labels: Array) -> Array:
-    return total + nn.cross_entropy(model(inputs), labels, reduction="sum")
-
-
 def _about(folder: Path) -> dict[str, Any]:
     path = folder / "trainer.json"
     try:
@@ -252,6 +271,11 @@ def _about(folder: Path) -> dict[str, Any]:
             f"cannot read {path}: {error}",
             cure="give a folder that `shaderdsl train --out` wrote to",
         ) from error
+    if not about.get("resumable", True):
+        raise CheckpointError(
+            f"{folder} is of a fine-tuning, which cannot be resumed",
+            cure="begin again with --from, from what it made where that is a model",
+        )
     return about
 
 

@@ -1,5 +1,6 @@
 """The command line: help, exit status, and messages without a traceback."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -208,6 +209,91 @@ def test_generate_refuses_what_is_no_model(tmp_path, capsys):
     assert main(["generate", str(tmp_path)]) == 1
     assert "no checkpoint" in capsys.readouterr().err
     assert main(["generate", str(tmp_path), "--prompt", ""]) == 2
+
+
+HF = Path(__file__).parent / "data" / "hf" / "llama_gqa"
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    return path
+
+
+def test_generate_from_ids_and_from_bytes(capsys):
+    words = ["generate", str(HF), "--max-new-tokens", "4", "--temperature", "0"]
+    assert main([*words, "--ids", "1, 2,3"]) == 0
+    ids = [int(n) for n in capsys.readouterr().out.split(",")]
+    assert ids[:3] == [1, 2, 3]
+    assert len(ids) == 7
+    assert main([*words, "--ids", "1,2,3", "--stop", str(ids[4])]) == 0
+    assert capsys.readouterr().out.strip() == ",".join(map(str, ids[:5]))
+    more = ["--top-k", "5", "--top-p", "0.9", "--min-p", "0.1"]
+    assert main([*words, "--prompt", "ab", *more, "--repetition-penalty", "2"]) == 0
+    assert capsys.readouterr().out.startswith("ab")
+    for wrong in ("x", "1,-2", ""):
+        assert main([*words, "--ids", wrong]) == 2
+    assert main([*words, "--ids", "1,999"]) == 1
+    assert main([*words, "--top-p", "3"]) == 1
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all", "lora"])
+def test_fine_tuning_a_folder(lora, tmp_path, text_file, capsys):
+    out = tmp_path / "run"
+    words = ["train", "--from", str(HF), "--text", str(text_file), "--out", str(out)]
+    words += ["--steps", "3", "--length", "8", "--batch", "2"]
+    more = ["--lora", "--rank", "2", "--alpha", "3", "--targets", "q_proj,down_proj"]
+    assert main([*words, *(more if lora else [])]) == 0
+    assert "nats/byte" in capsys.readouterr().out
+    (step,) = out.glob("step-*")
+    names = {p.name for p in step.iterdir()}
+    assert ("adapter_model.safetensors" in names) == lora
+    assert ("model.safetensors" in names) != lora
+    what = ["generate", str(HF), "--adapter", str(out)] if lora else ["generate"]
+    what += [] if lora else [str(out)]
+    assert main([*what, "--max-new-tokens", "2", "--ids", "5"]) == 0
+    assert main([*words]) == 1  # the folder is there already
+    assert main(["train", "--resume", "--out", str(out)]) == 1
+    assert "cannot be resumed" in capsys.readouterr().err
+
+
+def test_fine_tuning_with_a_tokenizer(tmp_path, text_file, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ("the", "quick", "brown", "fox", "dog", ".", "[UNK]")
+    known = {w: i for i, w in enumerate(words)}
+    model = tokenizers.models.WordLevel(known, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder = tmp_path / "model"
+    shutil.copytree(HF, folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    out = tmp_path / "run"
+    train = ["train", "--from", str(folder), "--text", str(text_file)]
+    train += ["--out", str(out), "--steps", "2", "--length", "8", "--batch", "2"]
+    assert main(train) == 0
+    assert "nats/token" in capsys.readouterr().out
+    words = ["generate", str(out), "--prompt", "the fox", "--max-new-tokens", "2"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith("the fox")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["--lora"], 2, "--from"),
+        (["--rank", "3"], 2, "--from"),
+        (["--from", str(HF), "--rank", "3"], 2, "--lora"),
+        (["--from", str(HF), "--hidden", "3"], 2, "--hidden"),
+        (["--from", str(HF), "--resume"], 2, "--resume"),
+        (["--from", "/nowhere"], 1, "cannot read"),
+        (["--from", str(HF), "--lora", "--targets", "z_proj"], 1, "z_proj"),
+        (["--from", str(HF), "--length", "1000"], 1, "128 positions"),
+    ],
+)
+def test_fine_tuning_refuses(words, status, said, tmp_path, capsys):
+    assert main(["train", "--out", str(tmp_path / "run"), *words]) == status
+    assert said in capsys.readouterr().err
 
 
 def test_demo_shows_an_op_and_trains(capsys):

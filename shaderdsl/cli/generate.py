@@ -1,7 +1,9 @@
 """Sample text from a trained model.
 
 DIR is a folder that `shaderdsl train` wrote to, one of its checkpoints, or a Hugging
-Face folder with a tokenizer.json.
+Face folder. Text becomes tokens by the folder's tokenizer.json, or is bytes where there
+is none and the model has 256 tokens. With --ids the model goes on from token ids, and
+prints ids.
 """
 
 from __future__ import annotations
@@ -16,11 +18,24 @@ from .progress import Progress
 
 __all__ = ["add_arguments", "load_model", "run", "sample"]
 
+#: option, its type, what it is; all are options of ``model.generate``
+OPTIONS: tuple[tuple[str, Any, str], ...] = (
+    ("--top-k", int, "draw from the N likeliest"),
+    ("--top-p", float, "draw from the likeliest that together make up N"),
+    ("--min-p", float, "draw from those with N times the greatest probability"),
+    ("--repetition-penalty", float, "make tokens that were there less likely"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path)
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
         "--prompt", default="The ", metavar="TEXT", help="default: %(default)r"
+    )
+    what.add_argument("--ids", metavar="N,N,…", help="token ids in place of a text")
+    parser.add_argument(
+        "--adapter", metavar="DIR", type=Path, help="low-rank adapters to add (peft)"
     )
     parser.add_argument(
         "--max-new-tokens", type=int, default=200, metavar="N", help="default: 200"
@@ -29,12 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature",
         type=float,
         default=0.8,
-        metavar="T",
-        help="0 takes the likeliest byte each time (default: %(default)s)",
+        metavar="N",
+        help="0 takes the likeliest token each time (default: %(default)s)",
     )
-    parser.add_argument("--top-k", type=int, metavar="K", help="of the K likeliest")
+    for option, kind, text in OPTIONS:
+        parser.add_argument(option, type=kind, metavar="N", help=text)
     parser.add_argument(
-        "--top-p", type=float, metavar="P", help="of the likeliest that make up P"
+        "--stop", default="", metavar="N,N,…", help="token ids that end the text"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
 
@@ -42,36 +58,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from . import UsageError
 
-    if not args.prompt:
+    if args.ids is None and not args.prompt:
         raise UsageError("the prompt is empty: give at least one character")
     if args.max_new_tokens < 0:
         raise UsageError("--max-new-tokens must not be negative")
     if args.temperature < 0:
         raise UsageError("--temperature must not be negative")
-    folder = model_folder(args.folder)
+    stop, prompt = _ids(args.stop, "--stop"), args.prompt
+    if args.ids is not None and not _ids(args.ids, "--ids"):
+        raise UsageError("--ids is empty: give at least one")
+    folder = model_folder(args.folder, "config.json")
     model = load_model(folder)
+    if args.adapter is not None:
+        from ..nn import lora
+
+        adapter = model_folder(args.adapter, "adapter_config.json")
+        model = lora.merge(lora.load(model, adapter))
+    words = codec(folder, model.config.vocab_size) if args.ids is None else IDS
     bar = Progress(args.max_new_tokens, "token", stream=sys.stderr)
+    names = [option[2:].replace("-", "_") for option, _, _ in OPTIONS]
     text = sample(
         model,
-        args.prompt,
-        codec=codec(folder, model.config.vocab_size),
+        prompt if args.ids is None else args.ids,
+        codec=words,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
         seed=args.seed,
-        progress=lambda done: bar.update(done) if bar.terminal else None,
+        stop=stop,
+        progress=lambda n: bar.update(n) if bar.terminal and bar.due(n) else None,
+        **{name: getattr(args, name) for name in names},
     )
     bar.close()
     print(text)
     return 0
 
 
-def model_folder(folder: Path) -> Path:
+def model_folder(folder: Path, config: str = "config.json") -> Path:
     """The checkpoint that a run's folder or a model's folder means."""
     from .. import checkpoint
 
-    return folder if (folder / "config.json").is_file() else checkpoint.latest(folder)
+    return folder if (folder / config).is_file() else checkpoint.latest(folder)
 
 
 def load_model(folder: Path) -> Any:
@@ -84,33 +110,37 @@ def load_model(folder: Path) -> Any:
 Codec = tuple[Callable[[str], Sequence[int]], Callable[[Sequence[int]], str]]
 
 
+def _ids(text: str, option: str) -> list[int]:
+    from . import UsageError
+
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() for part in parts):
+        raise UsageError(f"{option} is a list of numbers like 1,2,3; not {text!r}")
+    return [int(part) for part in parts]
+
+
 def _bytes_to_text(ids: Sequence[int]) -> str:
     return bytes(ids).decode(errors="replace")
 
 
 BYTES: Codec = (lambda text: list(text.encode()), _bytes_to_text)
+IDS: Codec = (lambda text: _ids(text, "--ids"), lambda ids: ",".join(map(str, ids)))
 
 
 def codec(folder: Path, vocab_size: int) -> Codec:
     """Bytes for a byte-level model, otherwise what ``tokenizer.json`` says."""
-    from ..errors import CheckpointError, ShaderError
+    from ..errors import CheckpointError
+    from ..finetune import load_tokenizer, tokenizer_of
 
-    path = folder / "tokenizer.json"
-    if not path.is_file():
+    path = tokenizer_of(folder)
+    if path is None:
         if vocab_size == 256:
             return BYTES
         raise CheckpointError(
             f"{folder} has {vocab_size} tokens and no tokenizer.json",
-            cure="put the model's tokenizer.json beside its config.json",
+            cure="put the model's tokenizer.json beside its config.json, or give --ids",
         )
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ShaderError(
-            f"{path} needs the package tokenizers, which is not installed",
-            cure="pip install 'shaderdsl[nn]'",
-        ) from error
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = load_tokenizer(path)
     return (lambda text: tokenizer.encode(text).ids), tokenizer.decode
 
 
@@ -121,6 +151,7 @@ def sample(
     codec: Codec = BYTES,
     max_new_tokens: int = 200,
     seed: int = 0,
+    stop: Sequence[int] = (),
     progress: Callable[[int], None] = lambda done: None,
     **options: Any,
 ) -> str:
@@ -131,19 +162,26 @@ def sample(
     """
     import numpy as np
 
+    from .. import nn
+
     encode, decode = codec
     ids, limit = list(encode(prompt)), model.config.max_positions
-    end, part = len(ids) + max_new_tokens, 0
-    while len(ids) < end:
+    begin, part = len(ids), 0
+    end, going = begin + max_new_tokens, True
+    while going and len(ids) < end:
         whole = len(ids) < limit // 2 or end <= limit
         context = ids if whole else ids[-max(1, limit // 2) :]
-        made = model.generate(
+        for (token,) in nn.stream(
+            model,
             np.asarray(context, np.int32),
             max_new_tokens=min(end - len(ids), limit - len(context)),
             seed=seed + 1_000_003 * part,
+            stop=stop,
             **options,
-        )
-        ids += [int(token) for token in made[len(context) :]]
+        ):
+            assert token is not None
+            ids.append(token)
+            progress(len(ids) - begin)
+            going = token not in stop
         part += 1
-        progress(max_new_tokens - (end - len(ids)))
     return decode(ids)

@@ -1,10 +1,15 @@
-"""Train a byte-level Llama-style transformer on text, with AdamW.
+"""Train a byte-level Llama-style transformer on text, with AdamW, or fine-tune one.
 
 Without --text it trains on the documentation that ships inside Python. The last tenth
 of the text is held out. DIR gets the newest two checkpoints (Hugging Face layout, with
 the optimiser's state beside it), the losses and their curve.
 
 Ctrl-C saves and stops; --resume goes on as if nothing had happened.
+
+--from DIR goes on from a Hugging Face folder: all of its weights, or with --lora
+adapters beside them, which are saved as peft saves them. The text becomes tokens by
+DIR's tokenizer.json, or bytes where there is none; token files (.npy) are taken as they
+are. Fine-tuning cannot be resumed.
 """
 
 from __future__ import annotations
@@ -43,6 +48,16 @@ OPTIONS: tuple[tuple[str, str, type, str], ...] = (
     ("--ffn", "ffn", int, "width of the feed-forward part"),
     ("--seed", "seed", int, "seed of the weights and of the order of the text"),
 )
+#: options of --lora
+LORA: tuple[tuple[str, Any, str], ...] = (
+    ("--rank", int, "rank of the adapters (default: 8)"),
+    ("--alpha", float, "their scale is A / rank (default: the rank)"),
+    ("--targets", str, "names of projections (default: q_proj,v_proj)"),
+)
+#: fields that a model on disk decides
+SIZES = ("hidden", "layers", "heads", "kv_heads", "ffn")
+#: peak rates of fine-tuning: of all weights, of adapters
+RATES = (1e-4, 1e-3)
 #: steps between two readings of the loss: what the curve is made of
 READ_EVERY = 10
 
@@ -59,6 +74,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="go on from DIR's newest checkpoint (default: the newest runs/NNN)",
     )
+    parser.add_argument(
+        "--from", dest="base", metavar="DIR", type=Path, help="the model to fine-tune"
+    )
+    parser.add_argument(
+        "--lora",
+        action="store_true",
+        help="train low-rank adapters alone (with --from)",
+    )
+    for option, kind, text in LORA:
+        parser.add_argument(option, type=kind, metavar=option[2].upper(), help=text)
     from ..trainer import TrainConfig
 
     for option, field, kind, text in OPTIONS:
@@ -89,6 +114,11 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, option) < 1:
             raise UsageError(f"--{option.replace('_', '-')} must be at least 1")
     _needs_safetensors()
+    if args.base is not None:
+        trainer, out = _tuned(args)
+        return train(trainer, out, args.save_every, args.judge_every)
+    if args.lora or any(getattr(args, o[2:]) is not None for o, _, _ in LORA):
+        raise UsageError("--lora and its options need --from DIR")
     trainer, out = _resumed(args) if args.resume else _fresh(args)
     return train(trainer, out, args.save_every, args.judge_every)
 
@@ -100,9 +130,9 @@ def train(trainer: Trainer, out: Path, save_every: int, judge_every: int) -> int
     config = trainer.config
     per_step = config.batch * config.length
     print(
-        f"{trainer.parameters:,} parameters; {len(trainer.train_text):,} bytes to "
-        f"train on, {len(trainer.held_out_text):,} held out; {current().name}; "
-        f"into {out}",
+        f"{trainer.parameters:,} parameters; {len(trainer.train_text):,} "
+        f"{trainer.unit}s to train on, {len(trainer.held_out_text):,} held out; "
+        f"{current().name}; into {out}",
         flush=True,
     )
     if trainer.step < config.steps:
@@ -129,10 +159,9 @@ def train(trainer: Trainer, out: Path, save_every: int, judge_every: int) -> int
         if trainer.step < config.steps:
             trainer.save(out)
             draw(trainer.history, out / "loss.png")
-            print(
-                f"stopped at step {trainer.step}; saved. Go on with: "
-                f"shaderdsl train --resume --out {out}"
-            )
+            print(f"stopped at step {trainer.step}; saved", end="")
+            again = f". Go on with: shaderdsl train --resume --out {out}"
+            print(again if trainer.resumable else "")
             return 130
         print("judging all of the held-out text", flush=True)
         held_out = trainer.held_out_loss(progress=_Judging())
@@ -140,7 +169,7 @@ def train(trainer: Trainer, out: Path, save_every: int, judge_every: int) -> int
         folder = trainer.save(out)
     print(f"model: {folder}")
     print(f"curve: {draw(trainer.history, out / 'loss.png')}")
-    print(f"held-out loss: {held_out:.3f} nats/byte", flush=True)
+    print(f"held-out loss: {held_out:.3f} nats/{trainer.unit}", flush=True)
     return 0
 
 
@@ -167,16 +196,52 @@ class _Judging:
             self.bar.close()
 
 
-def _fresh(args: argparse.Namespace) -> tuple[Trainer, Path]:
+def _new_folder(args: argparse.Namespace) -> Path:
     from ..errors import CheckpointError
-    from ..trainer import TrainConfig, Trainer
 
-    out = args.out or _next_run()
+    out: Path = args.out or _next_run()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(
             f"{out} is there already; nothing was changed",
             cure="go on with --resume, or give another --out",
         )
+    return out
+
+
+def _tuned(args: argparse.Namespace) -> tuple[Trainer, Path]:
+    from .. import finetune
+    from ..trainer import TrainConfig
+    from . import UsageError
+
+    given = _given(args)
+    if args.resume:
+        raise UsageError("fine-tuning cannot be resumed; leave out --resume")
+    if sizes := [f for f in SIZES if f in given]:
+        raise UsageError(f"--{sizes[0].replace('_', '-')} is decided by {args.base}")
+    if not args.lora and any(getattr(args, o[2:]) is not None for o, _, _ in LORA):
+        raise UsageError("--rank, --alpha and --targets need --lora")
+    adapters = None
+    if args.lora:
+        names = args.targets and tuple(args.targets.split(","))
+        chosen = {"rank": args.rank, "alpha": args.alpha, "targets": names}
+        adapters = finetune.Adapters(**{k: v for k, v in chosen.items() if v})
+    given.setdefault("peak", RATES[args.lora])
+    out = _new_folder(args)
+    files = [str(Path(path).resolve()) for path in args.text or ()]
+    tuner = finetune.FineTuner(
+        args.base,
+        TrainConfig(**given),
+        finetune.tokens_of(args.base, files),
+        files,
+        adapters=adapters,
+    )
+    return tuner, out
+
+
+def _fresh(args: argparse.Namespace) -> tuple[Trainer, Path]:
+    from ..trainer import TrainConfig, Trainer
+
+    out = _new_folder(args)
     files = [str(Path(path).resolve()) for path in args.text or ()]
     return Trainer(TrainConfig(**_given(args)), _text(files), files), out
 
