@@ -69,7 +69,6 @@ def generate(
             cache; before anything is computed.
     """
     rows, kind = _rows(ids)
-    stops = _stops(stop)
     made: list[list[int]] = [[] for _ in rows]
     for tokens in stream(
         model,
@@ -81,7 +80,7 @@ def generate(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
         seed=seed,
-        stop=stops,
+        stop=stop,
         cache=cache,
     ):
         for row, token in zip(made, tokens, strict=True):
@@ -202,7 +201,5 @@ def _rows(ids: Any) -> tuple[list[np.ndarray], int]:
     return list(a.reshape(-1, a.shape[-1])), a.ndim
 
 
-def _stops(stop: int | Sequence[int] | set[int]) -> set[int]:
-    return (
-        {int(stop)} if np.ndim(stop) == 0 and not isinstance(stop, set) else set(stop)
-    )  # type: ignore[arg-type]
+def _stops(stop: Any) -> set[int]:
+    return {int(stop)} if np.ndim(stop) == 0 else {int(s) for s in stop}
