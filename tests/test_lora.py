@@ -350,6 +350,26 @@ def test_peft_reads_what_is_saved(cpu, tmp_path, expected):
         close(other(ids).logits[0].numpy(), expected["s7.logits"], 5e-5)
 
 
+@pytest.mark.filterwarnings("ignore")  # of libraries among themselves
+@pytest.mark.parametrize("family", ["llama_gqa", "gpt2"])
+def test_peft_reads_ranks_and_scales(cpu, tmp_path, family):
+    """Of several ranks, root-scaled, and beside fused projections."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    model = nn.load(DATA / family)
+    options = {"rank_stabilised": True, "alpha": 3}
+    model = lora.attach(model, rank=2, targets=("q_proj", "v_proj"), **options)
+    model = lora.attach(model, rank=4, targets=("layers.1.mlp.up_proj",), **options)
+    model = with_b(model)
+    lora.save(model, tmp_path / "copy")
+    base = transformers.AutoModelForCausalLM.from_pretrained(DATA / family)
+    other = peft.PeftModel.from_pretrained(base, tmp_path / "copy")
+    ids = np.arange(3, 12)
+    with torch.no_grad():
+        close(other(torch.tensor(ids[None])).logits[0].numpy(), model(ids), 5e-5)
+
+
 # ------------------------------------------------------------------ refusals
 
 
