@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import shaderdsl as sd
 from shaderdsl.cli import COMMANDS, main
 
 OPS = '''
@@ -37,6 +38,14 @@ def turned(x, cos):
 def window(x, w):
     return sd.sum(w, over="k") + 0.0 * sd.index("t")
 '''
+
+
+@pytest.fixture(autouse=True)
+def default_device():
+    """What the command line takes by itself, whatever other tests have chosen."""
+    sd.use_device()
+    yield
+    sd.use_device("cpu")
 
 
 @pytest.fixture
@@ -106,8 +115,6 @@ def test_tune_says_that_it_is_not_there(capsys):
 
 
 def test_show_prints_the_kernels_that_run(ops_file, capsys):
-    import shaderdsl as sd
-
     assert main(["show", f"{ops_file}:rms_norm", "--sizes", "d=512,...=8"]) == 0
     shown = capsys.readouterr().out
     from my_ops import rms_norm
