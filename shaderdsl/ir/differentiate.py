@@ -40,12 +40,9 @@ def _dependent(stage: Stage, dep: set[Stage]) -> set[Expr]:
     for n in E.values(stage.body):
         if n.kind == "load" and n.data in dep:
             hot.add(n)
-        elif (
-            n.dtype == "f32"
-            and n.kind == "apply"
-            and PRIMITIVES[n.data].pull is not None
-        ):
-            if any(x in hot for x in n.args):
+        elif n.dtype == "f32" and n.kind == "apply":
+            smooth = PRIMITIVES[n.data].pull is not None
+            if smooth and any(x in hot for x in n.args):
                 hot.add(n)
     return hot
 

@@ -8,6 +8,7 @@ is positional.
 from __future__ import annotations
 
 import contextvars
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +62,7 @@ class Trace:
 
     def axis(self, name: str) -> int:
         """The number of a named axis."""
-        key = name.strip()
+        key = name.strip() if isinstance(name, str) else name
         if key not in self.numbers:
             raise AxisError(
                 f"there is no axis {key!r} here; the axes are {', '.join(self.sizes)}",
@@ -71,6 +72,12 @@ class Trace:
 
     def axes(self, names: str) -> list[int]:
         """Numbers of the axes in ``"a b"``; ``"..."`` means all leading ones."""
+        if not isinstance(names, str):
+            raise AxisError(
+                f"axes are named in one text, not by {names!r}",
+                where=f"{self.name} ({E.user_location()})",
+                cure='write over="h d"',
+            )
         out: list[int] = []
         for n in names.split():
             if n == "...":
@@ -89,7 +96,6 @@ class Value:
     """A scalar expression over named axes, as op bodies see it."""
 
     __slots__ = ("expr", "trace")
-    __array_ufunc__ = None  # NumPy numbers on the left defer to us
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, expr: Expr, trace: Trace):
@@ -133,6 +139,31 @@ class Value:
 
     __float__ = __int__ = __index__ = __bool__
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **more: Any) -> Any:
+        """NumPy numbers on the left of an operator; NumPy's functions are refused."""
+        prim = _UFUNCS.get(ufunc.__name__)
+        if prim is None or method != "__call__" or more:
+            raise TraceError(
+                f"np.{ufunc.__name__} cannot be used inside an op",
+                where=f"{self.trace.name} ({E.user_location()})",
+                cure=f"use sd.{ufunc.__name__}",
+            )
+        return power(*args) if prim == "pow" else primitive(prim, *args)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TraceError(
+            "a symbolic value is one number and has no positions",
+            where=f"{self.trace.name} ({E.user_location()})",
+            cure="read elsewhere along a named axis: x.at(d=…)",
+        )
+
+    def __len__(self) -> int:
+        raise TraceError(
+            "a symbolic value is one number and has no length",
+            where=f"{self.trace.name} ({E.user_location()})",
+            cure='the size of a named axis is sd.extent("d")',
+        )
+
     def __iter__(self) -> Any:
         raise TraceError(
             "a symbolic value cannot be iterated",
@@ -162,7 +193,7 @@ class Value:
 
 
 class Indexed:
-    """An array that op code reads with brackets, one integer for each dimension: ``bias[h, i - j + 16]``.
+    """An array that op code reads with brackets: ``bias[h, i - j + 16]``.
 
     Args:
         value: the array over axes of its own.
@@ -191,7 +222,8 @@ class Indexed:
         where = f"{self.value.trace.name} ({E.user_location()})"
         if len(given) != len(self.axes):
             raise ShapeError(
-                f"{self.name!r} has {len(self.axes)} dimensions and is read with {len(given)} indices",
+                f"{self.name!r} has {len(self.axes)} dimensions and is read with "
+                f"{len(given)} indices",
                 where=where,
             )
         for i, n in zip(given, self.shape, strict=True):
@@ -245,6 +277,26 @@ OPERATORS = {
     "eq": "eq",
     "ne": "ne",
 }
+# NumPy's names of what its numbers do when they stand on the left.
+_UFUNCS = {
+    "add": "add",
+    "subtract": "sub",
+    "multiply": "mul",
+    "divide": "div",
+    "true_divide": "div",
+    "floor_divide": "floordiv",
+    "remainder": "mod",
+    "power": "pow",
+    "bitwise_and": "and",
+    "bitwise_or": "or",
+    "bitwise_xor": "xor",
+    "left_shift": "shl",
+    "right_shift": "shr",
+    "less": "lt",
+    "less_equal": "le",
+    "equal": "eq",
+    "not_equal": "ne",
+}
 for _name, _prim in OPERATORS.items():
     _operator(_name, _prim)
 _operator("gt", "lt", swap=True)
@@ -267,6 +319,12 @@ def unwrap(x: Any) -> Expr:
         and type(x).__module__ == "numpy"
     ):
         x = x.item()
+    if isinstance(x, int) and abs(x) >= 2**63:
+        raise DTypeError(
+            "an integer beyond 64 bits is used inside an op",
+            where=f"{current().name} ({E.user_location()})",
+            cure="use a float",
+        )
     if isinstance(x, (bool, int, float)):
         return E.const(x)
     raise TraceError(
@@ -296,7 +354,11 @@ def expand_power(base: Any, exponent: Any, prim: Callable[..., Any]) -> Any:
     the primitive.
     """
     if isinstance(exponent, (int, float)) and not isinstance(exponent, bool):
-        n = float(exponent)
+        if getattr(base, "dtype", None) in ("i32", "u32", "bool"):
+            if isinstance(exponent, int) and 0 <= exponent < 2**31:
+                return _integer_power(base, exponent, prim)
+            base = prim("mul", base, 1.0)
+        n = float(exponent) if abs(exponent) < 2**63 else math.inf
         if n == 0.5:
             return prim("sqrt", base)
         if n == -0.5:
@@ -313,6 +375,19 @@ def expand_power(base: Any, exponent: Any, prim: Callable[..., Any]) -> Any:
                     square = prim("mul", square, square)
             return prim("div", 1.0, result) if n < 0 else result
     return prim("pow", base, exponent)
+
+
+def _integer_power(base: Any, k: int, prim: Callable[..., Any]) -> Any:
+    """An integer to a known power: products, which wrap."""
+    result = prim("eq", base, base) if k == 0 else None
+    result = None if result is None else prim("mul", result, 1)
+    while k:
+        if k & 1:
+            result = base if result is None else prim("mul", result, base)
+        k >>= 1
+        if k:
+            base = prim("mul", base, base)
+    return result
 
 
 def power(base: Any, exponent: Any) -> Value:
