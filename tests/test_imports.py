@@ -21,7 +21,7 @@ LAYERS = (
     ("engine", "lowered", "array", "namespace", "function", "random"),
     ("ops", "interop"),
     ("nn", "optim"),
-    ("checkpoint", "data", "trainer"),
+    ("checkpoint", "data", "finetune", "trainer"),
     ("cli",),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
