@@ -6,9 +6,10 @@ An update is one op for each parameter, all with the same scalar operands. Insid
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from . import namespace as sd
 from . import ops, tree
 from .array import NUMPY, Array, asarray, is_number
 from .errors import ShaderError, ShapeError
-from .function import op
+from .function import Op
 from .ir import expr as E
 from .nn.module import Module, named_arrays, static
+from .schedules import cosine, linear
 
 __all__ = [
     "SGD",
@@ -34,73 +36,45 @@ __all__ = [
     "matrices",
 ]
 
-#: the rate at step 0, 1, …: a number, or an array of the step's shape for an array
-Schedule = Callable[[Any], Any]
 #: whether weights decay: (attribute path, parameter) → bool
 Predicate = Callable[[str, Any], bool]
-
-
-# ------------------------------------------------------------------ schedules
-
-
-@dataclass(frozen=True)
-class _Warmed:
-    """A rise from peak / warmup to the peak, then a fall to ``final`` at ``steps``."""
-
-    peak: float
-    steps: int
-    warmup: int
-    final: float
-    shape: str
-
-    def __call__(self, step: Any) -> Any:
-        if is_number(step) or isinstance(step, np.integer):
-            return float(self(asarray(np.float32(step))))
-        t = sd.cast(step, "f32")
-        rise = (t + 1.0) * (self.peak / max(1, self.warmup))
-        length = max(1, self.steps - self.warmup)
-        done = sd.clip((t - float(self.warmup)) / float(length), 0.0, 1.0)
-        if self.shape == "cosine":
-            done = 0.5 - 0.5 * sd.cos(math.pi * done)
-        fall = self.peak + (self.final - self.peak) * done
-        return sd.where(t < float(self.warmup), rise, fall)
-
-
-def _warmed(shape: str, peak: float, steps: int, warmup: int, final: float) -> _Warmed:
-    if steps < 1 or not 0 <= warmup <= steps:
-        raise ShaderError(f"a schedule of {steps} steps, {warmup} of them warm-up")
-    return _Warmed(float(peak), steps, warmup, float(final), shape)
-
-
-def cosine(peak: float, steps: int, warmup: int = 0, final: float = 0.0) -> Schedule:
-    """peak · (s + 1) / warmup, then half a cosine from ``peak`` to ``final``.
-
-    Step s counts from 0; from step ``steps`` on the rate is ``final``. The schedule
-    takes a number or an array without dimensions, traced or not.
-    """
-    return _warmed("cosine", peak, steps, warmup, final)
-
-
-def linear(peak: float, steps: int, warmup: int = 0, final: float = 0.0) -> Schedule:
-    """As :func:`cosine`, but the fall is a straight line."""
-    return _warmed("linear", peak, steps, warmup, final)
 
 
 # ------------------------------------------------------------------ gradients
 
 
-@op("... ->")
-def _square_sum(x: Any) -> Any:
-    return sd.sum(x * x, over="...")
+#: gradients of one size that one kernel reads; it binds at most eight arrays
+_TOGETHER = 6
+
+
+@functools.cache
+def _square_sums(count: int) -> Op:
+    """Σ x² + y² + … over all elements of arrays of one size."""
+
+    def square_sum(*xs: Any) -> Any:
+        total = xs[0] * xs[0]
+        for x in xs[1:]:
+            total = total + x * x
+        return sd.sum(total, over="n")
+
+    return Op(square_sum, ", ".join(["n"] * count) + " ->", {}, ())
 
 
 def global_norm(gradients: Any) -> Array:
     """√ Σ g² over all elements of all leaves, f32 without dimensions."""
-    leaves = [g for g in tree.leaves(gradients) if g is not None]
-    if not leaves:
+    sizes: dict[int, list[Array]] = {}
+    for g in tree.leaves(gradients):
+        flat = sd.cast(asarray(g), "f32").reshape(-1)
+        sizes.setdefault(flat.shape[0], []).append(flat)
+    if not sizes:
         return asarray(np.float32(0))
     # Sums of sums, pairwise: a long chain would round more.
-    sums = [_square_sum(sd.cast(g, "f32")) for g in leaves]
+    sums = [
+        _square_sums(len(some))(*some)
+        for flats in sizes.values()
+        for at in range(0, len(flats), _TOGETHER)
+        for some in [flats[at : at + _TOGETHER]]
+    ]
     while len(sums) > 1:
         pairs = [a + b for a, b in zip(sums[::2], sums[1::2])]
         sums = pairs + (sums[-1:] if len(sums) % 2 else [])

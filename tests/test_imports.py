@@ -20,7 +20,7 @@ LAYERS = (
     ("runtime",),
     ("engine", "lowered", "array", "namespace", "function", "random"),
     ("ops", "interop"),
-    ("nn", "optim"),
+    ("nn", "optim", "schedules"),
     ("checkpoint", "data", "finetune", "trainer"),
     ("cli",),
 )

@@ -383,6 +383,33 @@ def test_a_small_model_learns(device):
     assert made.tolist() == ids[0, :11].tolist()
 
 
+def test_a_step_of_training_is_few_kernels(device):
+    """Two layers, forward, backward, clipping and AdamW: so many, and none is new."""
+    config = nn.TransformerConfig(
+        vocab_size=256,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_size=172,
+        max_positions=64,
+    )
+    model, opt = nn.Transformer.init(config), sd.optim.AdamW(max_grad_norm=1.0)
+
+    @sd.compile(donate=("model", "state"))
+    def step(model, state, x, y):
+        loss, g = sd.value_and_grad(lambda m: nn.cross_entropy(m(x), y))(model)
+        return *opt.update(model, g, state), loss
+
+    state, ids = opt.init(model), np.zeros((4, 64), np.int32)
+    model, state, _ = step(model, state, ids, ids)
+    model, state, _ = step(model, state, ids, ids)
+    with sd.profile() as p:
+        step(model, state, ids, ids)
+    assert p.compiled == 0
+    assert p.dispatches <= (96 if device.kind == "wgpu" else 104)
+
+
 def test_generate_options(cpu):
     model = nn.Transformer.init(SMALL)
     prompt = np.array([[1, 2, 3], [4, 5, 6]])
