@@ -744,12 +744,13 @@ def _split(
     outs: Sequence[Stage], inputs: Sequence[Stage], grads: Sequence[Stage | None]
 ) -> tuple[list[Stage], list[Stage], list[Stage | None]]:
     """What forward keeps for backward: reductions and stages that it stores anyway;
-    maps are computed again.
+    maps are computed again, and so are products that exist only inside of a kernel.
     """
     forward = {s for s in topo_stages(outs) if s.kind != "input"}
     real = [g for g in grads if g is not None]
     plan = plan_for(outs, inputs)
     stored = {s for k in plan.program.kernels for s in k.writes if isinstance(s, Stage)}
+    again = plan.program.inside
     residuals: dict[Stage, None] = {}
     seen: set[Stage] = set()
     stack = list(real)
@@ -758,7 +759,8 @@ def _split(
         if s in seen:
             continue
         seen.add(s)
-        if s in forward and (s.kind == "reduce" or s in stored):
+        kept_anyway = s in stored or (s.kind == "reduce" and s not in again)
+        if s in forward and kept_anyway:
             residuals[s] = None
             continue
         stack += [n.data for n in s.loads]

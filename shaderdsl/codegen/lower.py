@@ -13,6 +13,7 @@ from .contract import contract_kernels
 from .contract_siblings import sibling_kernels
 from .inplace import write_in_place
 from .map import map_kernels
+from .online import online_kernels
 from .partition import Group, Partition
 from .program import Kernel, Program
 from .row import row_kernels
@@ -30,6 +31,7 @@ SCHEDULES: dict[str, Callable[[Group, Target], list[Kernel]]] = {
     "siblings": sibling_kernels,
     "scatter": scatter_kernels,
     "scan": scan_kernels,
+    "online": online_kernels,
 }
 
 
@@ -66,6 +68,7 @@ def lower(
         _scalars(outs),
         (*partition.log, *arrangement.log),
         arrangement.places,
+        frozenset(partition.online.virtual),
     )
 
 

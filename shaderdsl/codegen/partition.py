@@ -25,6 +25,7 @@ from .member import (
     digit_axes,
     make_member,
 )
+from .online_find import Chain, find_chains
 from .scan_form import scan_parts
 from .target import Target
 
@@ -112,26 +113,36 @@ class Partition:
             if s.kind != "input" and s.size > 0
         ]
         self.anchors = self._choose_anchors(order)
-        self.members = self._make_members(order)
+        self.online = find_chains(order, self.anchors, self.outs, target)
+        again = {
+            f"{s.name} {list(s.shape)} is" for s in self.anchors - self.online.anchors
+        }
+        self.log = [x for x in self.log if not x.startswith(tuple(again))]
+        self.log += self.online.log
+        self.anchors = self.online.anchors
+        self.members = self.online.together(self._make_members(order))
         self.by_stage = {m.stage: m for m in self.members}
         self.group: dict[Stage, Group] = {}
         self.groups: list[Group] = []
         self.position = {m: i for i, m in enumerate(self.members)}
         self.readers: dict[Stage, list[Member]] = {}
         for m in self.members:
-            for s in {n.data for n in m.loads}:
+            for s in {n.data for n in (*m.loads, *self.online.product_loads(m))}:
                 self.readers.setdefault(s, []).append(m)
         for m in self.members:
             self._place(m)
         self.groups = self._ordered()
         for g in self.groups:
-            g.members.sort(key=lambda m: self.position[m])
+            g.members.sort(key=lambda m: self.position.get(m, -1))
             inside = set(g.members)
             g.stored = [
                 m
                 for m in g.members
-                if m.stage in self.outs
-                or any(r not in inside for r in self.readers.get(m.stage, ()))
+                if self.by_stage.get(m.stage) is m
+                and (
+                    m.stage in self.outs
+                    or any(r not in inside for r in self.readers.get(m.stage, ()))
+                )
             ]
 
     # -------------------------------------------------------------- anchors
@@ -225,7 +236,10 @@ class Partition:
         inliner = Inliner(self.anchors)
         members: list[Member] = []
         for s in order:
-            if s not in self.anchors:
+            if s not in self.anchors or s in self.online.virtual:
+                continue
+            if s in self.online.runs:
+                members.append(self.online.runs[s].member)
                 continue
             assert s.body is not None
             body = inliner.body(s.body, s.space)
@@ -276,6 +290,10 @@ class Partition:
     # -------------------------------------------------------------- placing
 
     def _place(self, m: Member) -> None:
+        if m.stage in self.online.runs:
+            if m.stage not in self.group:
+                self._open_chain(self.online.chain_of[m.stage])
+            return
         producers = list(
             dict.fromkeys(self.group[n.data] for n in m.loads if n.data in self.group)
         )
@@ -293,6 +311,20 @@ class Partition:
         if self._sideways(m, producers):
             return
         self._open(m)
+
+    def _open_chain(self, c: Chain) -> None:
+        """One group for all runs of a chain."""
+        plan = self.online.layout(c)
+        g = Group("online", plan.rows, plan.lanes)
+        g.anchors = self.online.inner
+        g.why.append(plan.why)
+        g.bit = 1 << self.position[c.runs[0].member]
+        self.groups.append(g)
+        for m, axes in plan.products:
+            g.members.append(m)
+            g.axes[m] = axes
+        for m, axes in plan.runs:
+            self._add(g, m, axes)
 
     def _open(self, m: Member) -> None:
         """A group of its own."""
@@ -329,7 +361,7 @@ class Partition:
         self, m: Member, g: Group, producers: Sequence[Group]
     ) -> list[int] | None:
         """The kernel axes that m would have in its producer's group, or None."""
-        if g.kind not in ("row", "contract", "map"):
+        if g.kind not in ("row", "contract", "map", "online"):
             return None
         where: dict[int, int] = {}
         for n in m.loads:
@@ -361,6 +393,15 @@ class Partition:
                 m.role != "map"
                 or set(m.axes) != set(where)
                 or len(where) != len(g.space)
+            ):
+                return None
+        elif g.kind == "online":
+            beyond = set(where.values()) - set(range(rows))
+            if (
+                m.role != "map"
+                or set(m.axes) != set(where)
+                or len(where) != rows + len(beyond)
+                or len(beyond) > 1
             ):
                 return None
         else:
@@ -420,8 +461,11 @@ class Partition:
         written = sum(
             1
             for m in inside
-            if m.stage in self.outs
-            or any(r not in inside for r in self.readers.get(m.stage, ()))
+            if self.by_stage.get(m.stage) is m
+            and (
+                m.stage in self.outs
+                or any(r not in inside for r in self.readers.get(m.stage, ()))
+            )
         )
         return len(loaded) + written <= self.limit
 
@@ -473,7 +517,7 @@ class Partition:
         g.axes[m] = axes
         self.group[m.stage] = g
         new = 0
-        for n in m.loads:
+        for n in (*m.loads, *self.online.product_loads(m)):
             p = self.group.get(n.data)
             if p is not None and p is not g:
                 new |= p.bit | p.before

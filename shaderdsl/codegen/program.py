@@ -118,6 +118,8 @@ class Program:
         places: tensors that lie inside of another one: ``(parent, first element)``.
             A parent may be placed itself, may be an input, or may be a stage of no
             graph (an arena), which is nothing but memory.
+        inside: reductions that only exist inside of kernels, which compute them again
+            where they need them: nothing that is worth keeping.
     """
 
     kernels: tuple[Kernel, ...]
@@ -129,3 +131,4 @@ class Program:
     places: Mapping[Stage, tuple[Stage, int]] = field(
         default_factory=dict, compare=False
     )
+    inside: frozenset[Stage] = frozenset()

@@ -61,6 +61,8 @@ class Target:
         loop_budget: loop iterations that one invocation may spend over all its loops.
         enable_subgroups_directive: whether the WGSL must say ``enable subgroups;``.
             Browsers want it, wgpu's own front end refuses it.
+        online: whether products of products run in one pass (attention); without, each
+            stage is a kernel of its own, which is what tests compare with.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Target:
     features: Features = field(default_factory=Features)
     loop_budget: int = UNBOUNDED_LOOP_BUDGET
     enable_subgroups_directive: bool = False
+    online: bool = True
 
     def portable(self) -> Target:
         """The same device held to what every WebGPU implementation guarantees."""

@@ -1,0 +1,26 @@
+"""Online: attention and its like in one pass, products computed again where needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .online_plan import analyse
+from .online_registers import choose_rows, registers
+from .online_shape import choose_tiles
+from .online_tiled import tiled
+from .partition import Group
+from .program import Kernel
+from .target import Target
+
+
+def online_kernels(group: Group, target: Target) -> list[Kernel]:
+    """Print a chain."""
+    o = analyse(group, target)
+    if target.family == "software":
+        kernel = registers(o, choose_rows(o))
+    else:
+        kernel = tiled(o, choose_tiles(o))
+    flops = 2 * o.batches * o.extent(o.row, o.line, *o.outer)
+    inner = sum(o.extent(p.inner) for p in o.products)
+    columns = sum(1 if s.column is None else o.extent(s.column) for s in o.sums)
+    return [replace(kernel, flops=flops * (inner + columns))]

@@ -1,0 +1,384 @@
+"""Where a product of a product can run in one pass: attention, found by structure.
+
+Runs of the same products over the same rows form a *chain*, which is one kernel. Sums
+of exp(y - m), m being the chain's own running maximum, are rescaled when m grows.
+
+Everything is decided from the graph alone: softmax(q kᵀ) v of any spelling is
+found, and so are the sums of its derivative, which read the maximum as an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..ir import expr as E
+from ..ir.expr import Expr
+from ..ir.stage import Stage
+from .member import Inliner, Member, make_member
+from .online_runs import (
+    Run,
+    as_run,
+    find_products,
+    parts_of,
+    soft_maps,
+    split_run,
+)
+from .target import Target
+
+
+@dataclass(eq=False)
+class Chain:
+    """Runs of one kernel. Symbols are the first run's own axes of its products."""
+
+    runs: list[Run]
+    places: dict[Stage, dict[int, int]]  # product → its axes as symbols
+    reduced: set[int]
+    maximum: Stage | None = None
+    row: int = -1
+    line: int = -1
+    extents: dict[int, int] = field(default_factory=dict)
+
+    def symbols(self, run: Run) -> dict[int, int] | None:
+        """A run's own axes as symbols, None where it walks the products otherwise."""
+        out: dict[int, int] = {}
+        for x, place in run.places.items():
+            for own, reader in place.items():
+                if x in self.places:
+                    symbol = self.places[x][own]
+                    if out.setdefault(reader, symbol) != symbol:
+                        return None
+        return out if len(set(out.values())) == len(out) else None
+
+
+@dataclass
+class Layout:
+    """The axes of a chain's kernel, and each member's own axes among them."""
+
+    rows: tuple[int, ...]
+    lanes: tuple[int, ...]
+    products: list[tuple[Member, list[int]]]
+    runs: list[tuple[Member, list[int]]]
+    why: str
+
+
+@dataclass
+class Found:
+    """Chains of a graph.
+
+    Args:
+        virtual: products that exist only inside of kernels.
+        anchors: stages that are stored or reduced, as all others see them.
+        inner: the same as the chains' bodies see them.
+        log: what was not taken, and why.
+    """
+
+    anchors: set[Stage]
+    inner: set[Stage]
+    chains: list[Chain] = field(default_factory=list)
+    products: dict[Stage, Member] = field(default_factory=dict)
+    virtual: set[Stage] = field(default_factory=set)
+    log: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.runs = {r.stage: r for c in self.chains for r in c.runs}
+        self.chain_of = {r.stage: c for c in self.chains for r in c.runs}
+
+    def product_loads(self, m: Member) -> list[Expr]:
+        """What the products load that a run computes again."""
+        run = self.runs.get(m.stage)
+        if run is None or run.member is not m:
+            return []
+        return [n for x in run.places for n in self.products[x].loads]
+
+    def together(self, members: Sequence[Member]) -> list[Member]:
+        """Members so ordered that all that a chain needs comes before its first run."""
+        if not self.chains:
+            return list(members)
+        made = {m.stage: m for m in members}
+        done: set[Stage] = set()
+        out: list[Member] = []
+        for start in members:
+            stack = [(start.stage, False)]
+            while stack:
+                s, ready = stack.pop()
+                chain = self.chain_of.get(s)
+                unit = [s] if chain is None else [r.stage for r in chain.runs]
+                if s in done:
+                    continue
+                if ready:
+                    out += [made[t] for t in unit]
+                    done |= set(unit)
+                    continue
+                stack.append((s, True))
+                needs = [n for t in unit for n in made[t].loads]
+                needs += [n for t in unit for n in self.product_loads(made[t])]
+                for n in reversed(needs):
+                    if n.data in made and n.data not in done and n.data not in unit:
+                        stack.append((n.data, False))
+        return out
+
+    def layout(self, c: Chain) -> Layout:
+        """Axes of the kernel: batch, row; line, other reduced axes; inner, columns.
+
+        Products are members that each kernel has for itself.
+        """
+        batch = sorted(a for a in c.extents if a != c.row and a not in c.reduced)
+        rows = [*batch, c.row]
+        lanes = [c.line, *sorted(c.reduced - {c.line})]
+        place = {a: i for i, a in enumerate([*rows, *lanes])}
+        extents = [c.extents[a] for a in lanes]
+        products, runs = [], []
+        for x, p in c.places.items():
+            m = self.products[x]
+            own = Member(m.stage, m.body, "online", m.out, m.red, m.loads)
+            inner = len(rows) + len(extents)
+            products.append((own, [*(place[p[a]] for a in m.out), inner]))
+            extents.append(m.space[m.red[0]])
+        for r in c.runs:
+            m = r.member
+            m.role = "online"
+            symbols = c.symbols(r)
+            assert symbols is not None
+            where = {a: place[q] for a, q in symbols.items()}
+            if r.column is not None:
+                where[r.column] = len(rows) + len(extents)
+                extents.append(m.space[r.column])
+            runs.append((m, [where[a] for a in m.axes]))
+        names = ", ".join(dict.fromkeys(x.name for x in c.places))
+        return Layout(
+            tuple(c.extents[a] for a in rows),
+            tuple(extents),
+            products,
+            runs,
+            f"one pass: {names} computed again here and never stored",
+        )
+
+
+def find_chains(
+    order: Sequence[Stage], anchors: set[Stage], outs: set[Stage], target: Target
+) -> Found:
+    """All chains of a graph."""
+    none = Found(anchors, anchors)
+    products = find_products(order, anchors, outs) if target.online else {}
+    soft = soft_maps(order, products)
+    # A product of what a product gives is none: it could not be computed again.
+    products = {
+        x: m for x, m in products.items() if not any(n.data in soft for n in m.loads)
+    }
+    if not products:
+        return none
+    soft = soft_maps(order, products)
+    inner = anchors - (soft - outs)
+    inliner = Inliner(inner)
+    runs: list[Run] = []
+    readers: dict[Stage, list[Stage]] = {x: [] for x in products}
+    for s in order:
+        if s not in inner or s.body is None:
+            continue
+        if not any(n.data in products or n.data in soft for n in s.loads):
+            continue
+        member = make_member(s, inliner.body(s.body, s.space))
+        for x in {n.data for n in member.loads if n.data in products}:
+            readers[x].append(s)
+        run = as_run(member, products)
+        if isinstance(run, str):
+            none.log.append(f"{s.name} {list(s.shape)} is not part of one pass: {run}")
+        else:
+            runs.append(run)
+    reach = _reach(order, [r.stage for r in runs])
+    chains: list[Chain] = []
+    for run in runs:
+        if not any(_join(c, run, products, reach, outs, target) for c in chains):
+            chains.append(_open(run))
+    chains = [c for c in chains if _complete(c, products, target, none.log)]
+    if not chains:
+        return none
+    hosted = {r.stage for c in chains for r in c.runs}
+    used = {x for c in chains for x in c.places}
+    virtual = {x for x in used if all(s in hosted for s in readers[x])}
+    log = none.log
+    for x in used - virtual:
+        others = ", ".join(s.name for s in readers[x] if s not in hosted)
+        log.append(f"{x.name} {list(x.shape)} is stored: {others} need it")
+    gone: set[Stage] = set()
+    for s in order:
+        if s in soft and any(n.data in virtual or n.data in gone for n in s.loads):
+            gone.add(s)
+    final = anchors - (gone - outs)
+    kept = {x: products[x] for x in used}
+    return Found(final, inner, chains, kept, virtual, log)
+
+
+# ------------------------------------------------------------------ chains
+
+
+def _reach(order: Sequence[Stage], runs: Sequence[Stage]) -> dict[Stage, int]:
+    """The runs that each stage needs or is, as bits."""
+    bit = {s: 1 << i for i, s in enumerate(runs)}
+    out: dict[Stage, int] = {}
+    for s in order:
+        mask = bit.get(s, 0)
+        for n in s.loads:
+            mask |= out.get(n.data, 0)
+        out[s] = mask
+    return out
+
+
+def _open(run: Run) -> Chain:
+    member = run.member
+    maximum = run.stage if run.stage.monoid == "max" else None
+    return Chain(
+        [run],
+        {x: dict(p) for x, p in run.places.items()},
+        set(member.red),
+        maximum,
+        extents={a: member.space[a] for p in run.places.values() for a in p.values()},
+    )
+
+
+def _join(
+    c: Chain,
+    run: Run,
+    products: dict[Stage, Member],
+    reach: dict[Stage, int],
+    outs: set[Stage],
+    target: Target,
+) -> bool:
+    """Add a run to a chain if it fits."""
+    if not set(run.places) & set(c.places):
+        return False
+    symbols = c.symbols(run)
+    if symbols is None or set(symbols) != set(next(iter(run.places.values())).values()):
+        return False
+    if {symbols[a] for a in run.member.red} != c.reduced:
+        return False
+    if c.maximum is not None:
+        # Only what can be rescaled goes along with a running maximum.
+        if run.shift is None or run.shift[1] is not c.maximum:
+            return False
+    elif run.stage.monoid == "max":
+        return False
+    trial = [*c.runs, run]
+    if not _independent(trial, c.maximum, reach, products):
+        return False
+    if _bindings(trial, products, outs) > target.limits.max_storage_buffers:
+        return False
+    c.runs.append(run)
+    for x, place in run.places.items():
+        c.places.setdefault(x, {own: symbols[a] for own, a in place.items()})
+    return True
+
+
+def _independent(
+    runs: Sequence[Run],
+    maximum: Stage | None,
+    reach: dict[Stage, int],
+    products: dict[Stage, Member],
+) -> bool:
+    """Whether nothing that is read along the way needs what only the end gives."""
+    inside = {r.stage for r in runs}
+    own = 0
+    for s in inside:
+        below = 0
+        for n in s.loads:
+            below |= reach.get(n.data, 0)
+        own |= reach[s] & ~below
+    for r in runs:
+        terms = split_run(r) if r.stage.monoid == "sum" else None
+        late: set[Expr] = set()
+        if terms is None:
+            loads = set(r.member.loads)
+        else:
+            early = [*terms.values, *terms.weight, *terms.guards]
+            if r.shift is not None and r.shift[1] is maximum:
+                early = [f for f in early if f is not r.shift[0]]
+                early.append(r.shift[0].args[0].args[0])
+            loads = set(E.loads(*early))
+            late = set(E.loads(*terms.outer)) - loads
+        for x in r.places:
+            loads |= set(products[x].loads)
+        if any(reach.get(n.data, 0) & own for n in loads):
+            return False
+        if any(n.data not in inside and reach.get(n.data, 0) & own for n in late):
+            return False
+    return True
+
+
+def _bindings(
+    runs: Sequence[Run], products: dict[Stage, Member], outs: set[Stage]
+) -> int:
+    inside = {r.stage for r in runs} | {x for r in runs for x in r.places}
+    loaded = {n.data for r in runs for n in r.member.loads}
+    loaded |= {n.data for r in runs for x in r.places for n in products[x].loads}
+    stored = sum(1 for r in runs if r.column is not None or r.stage in outs)
+    return len(loaded - inside) + stored
+
+
+def _complete(
+    c: Chain, products: dict[Stage, Member], target: Target, log: list[str]
+) -> bool:
+    """Choose the chain's row and line; whether it is worth a kernel."""
+    name = c.runs[-1].stage.name
+    if not any(r.column is not None for r in c.runs):
+        return False
+    if not any(
+        n.kind == "apply" and n.data == "exp"
+        for r in c.runs
+        for n in E.values(r.member.body)
+    ):
+        return False
+    sides = []
+    for x, place in c.places.items():
+        p = parts_of(products[x])
+        sides.append([{place[a] for a in part} for part in (p.m, p.n)])
+    named = _named_axes(c)
+
+    def rank(a: int) -> tuple[bool, int, int]:
+        return a in named, c.extents[a], a
+
+    for line in sorted(c.reduced, key=rank, reverse=True):
+        if not all(line in a or line in b for a, b in sides):
+            continue
+        opposite = [b if line in a else a for a, b in sides]
+        rows = set.intersection(*opposite) - c.reduced
+        if rows:
+            c.line, c.row = line, max(rows, key=rank)
+            break
+    else:
+        log.append(f"{name} is not one pass: its products have no common rows")
+        return False
+    loops = 1
+    for a in c.reduced:
+        loops *= c.extents[a]
+    # What the schedules take for a line: a share of a step, or of a tile's loops.
+    share = 2.0
+    if target.family == "software":
+        share = 1 / 4 if target.features.subgroups else 1 / 2
+    if loops * share > target.loop_budget * 0.9:
+        log.append(f"{name} is not one pass: {loops} steps are beyond the loop budget")
+        return False
+    for r in c.runs:
+        symbols = c.symbols(r)
+        terms = split_run(r) if r.stage.monoid == "sum" else None
+        if symbols is None:
+            return False
+        row = next(a for a, q in symbols.items() if q == c.row)
+        if terms is not None and any(f.free >> row & 1 for f in terms.weight):
+            log.append(f"{name} is not one pass: its weights differ from row to row")
+            return False
+    if _bindings(c.runs, products, set()) > target.limits.max_storage_buffers:
+        log.append(f"{name} is not one pass: too many bindings")
+        return False
+    return True
+
+
+def _named_axes(c: Chain) -> set[int]:
+    """Symbols whose position is used as a value: what masks are about."""
+    out: set[int] = set()
+    for r in c.runs:
+        symbols = c.symbols(r) or {}
+        for n in E.values(r.member.body):
+            if n.kind == "index" and n.data in symbols:
+                out.add(symbols[n.data])
+    return out

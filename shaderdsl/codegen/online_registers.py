@@ -1,0 +1,371 @@
+"""A chain without workgroup memory: a thread keeps a whole row in registers.
+
+The best form where loads cost most: each lane loads one line for all lanes of its
+subgroup, and a line goes around by broadcast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..ir import expr as E
+from ..ir.expr import Expr
+from .contract_registers import sharing_lanes
+from .online_plan import (
+    LOWEST,
+    Axes,
+    Online,
+    Sum,
+    column_of,
+    exponential,
+    is_one,
+    line_bounds,
+    plain_tensors,
+    steps_of,
+)
+from .program import Kernel
+from .schedule import BUILTINS, finish, fold, kernel_name
+from .writer import WIDTH, Writer, indent
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Lanes of a workgroup, a row each; ``step`` lines at a time; shared or not."""
+
+    size: int
+    step: int
+    shared: bool
+
+
+def choose_rows(o: Online) -> Rows:
+    """As many lines at a time as a driver compiles in reasonable time."""
+    lanes = sharing_lanes(o.target)
+    if not lanes:
+        return Rows(32, 2, False)
+    return Rows(lanes, lanes, True)
+
+
+def registers(o: Online, rows: Rows) -> Kernel:
+    """Print the kernel."""
+    w = Writer(o.group.space, o.target)
+    plain_tensors(o, w)
+    lines = _Registers(o, w, rows).lines()
+    tiles = steps_of(o.extent(o.row), rows.size)
+    kernel = finish(
+        o.group,
+        w,
+        o.layout,
+        lines,
+        kernel_name(o.group),
+        "online",
+        rows.size,
+        fold(tiles * o.batches, o.target),
+    )
+    if rows.shared:
+        builtins = f"{BUILTINS}, @builtin(subgroup_invocation_id) sub: u32"
+        enable = "enable subgroups;\n" if o.target.enable_subgroups_directive else ""
+        kernel = replace(kernel, wgsl=enable + kernel.wgsl.replace(BUILTINS, builtins))
+    return kernel
+
+
+class _Registers:
+    """Blocks of the writer: 0 a row, 1 an outer position, 2 a step, 3 a line."""
+
+    def __init__(self, o: Online, w: Writer, rows: Rows):
+        self.o, self.w, self.rows = o, w, rows
+        self.axes = Axes(o, w)
+        self.pieces: dict[int, list[int]] = {}
+
+    def lines(self) -> list[str]:
+        """The kernel's text."""
+        o, w = self.o, self.w
+        self.begin()
+        near = [] if self.turning() else self.near()
+        self.declare()
+        w.open()
+        if o.outer:
+            self.axes.place({a: a for a in o.outer}, [[a] for a in o.outer], "turn", 1)
+        if self.turning():
+            near = self.near()
+        first, stop = self.bounds()
+        w.open()
+        self.step(near, stop)
+        step = w.close()
+        w.line(f"for (var l = {first}; l < {stop}; l = l + {self.rows.step}u) {{")
+        w.blocks[-1] += [*indent(step), "}"]
+        turn = w.close()
+        if o.outer:
+            count = w.extent(o.outer)
+            w.line(f"for (var turn = 0u; turn < {count}; turn = turn + 1u) {{")
+            w.blocks[-1] += [*indent(turn), "}"]
+        else:
+            w.blocks[-1] += turn
+        self.epilogue()
+        return w.blocks[0]
+
+    def turning(self) -> bool:
+        """Whether the rows' factors differ from one outer position to the next."""
+        mask = sum(1 << a for a in self.o.outer)
+        return any(p.near.free & mask for p in self.o.products)
+
+    def begin(self) -> None:
+        """Which row this thread works on."""
+        o, w, n = self.o, self.w, self.rows.size
+        tiles = w.param(("tiles",), steps_of(o.extent(o.row), n), stem="tiles")
+        all_ = w.param(
+            ("all",), steps_of(o.extent(o.row), n) * o.batches, stem="groups"
+        )
+        w.line("let tile = group.y * groups.x + group.x;")
+        w.line(f"if (tile >= {all_}) {{ return; }}")
+        self.row_end = w.extent([o.row])
+        self.line_end = w.extent([o.line])
+        self.axes.place(
+            {a: a for q in o.batch for a in q}, o.batch, w.let(f"tile / {tiles}", 0), 0
+        )
+        # The longest rows first, so that none is left for the end.
+        w.line(f"let top = ({tiles} - 1u - tile % {tiles}) * {n}u;")
+        w.line("let row = top + lane;")
+        w.line(f"let at = min(row, {self.row_end} - 1u);")
+        self.own = self.axes.at(o.row, "at", 0)
+
+    def chunks(self, axis: int) -> list[dict[int, int]]:
+        """Copies of an axis, a vec4 each; axes of one extent share them.
+
+        What is read along an inner axis and again along a column is then one value.
+        """
+        n = self.o.extent(axis)
+        if n not in self.pieces:
+            found = [self.axes.at(axis, f"{k}u", 0, True) for k in range(n // WIDTH)]
+            self.pieces[n] = [next(iter(c.values())) for c in found]
+        return [{axis: q} for q in self.pieces[n]]
+
+    def near(self) -> list[list[str]]:
+        """The row's factor of each product, in registers."""
+        return [
+            [
+                self.axes.value(p.near, {**self.own, **c}, p.inner)
+                for c in self.chunks(p.inner)
+            ]
+            for p in self.o.products
+        ]
+
+    def declare(self) -> None:
+        """Running values."""
+        w = self.w
+        if self.o.maximum is not None:
+            w.line(f"var most = {LOWEST!r};")
+        self.acc: list[list[str]] = []
+        for i, s in enumerate(self.o.sums):
+            if s.column is None:
+                names, kind = [f"s{i}"], "f32"
+            else:
+                count = self.o.extent(s.column) // WIDTH
+                names, kind = [f"s{i}x{k}" for k in range(count)], "vec4<f32>"
+            w.blocks[-1] += [f"var {n}: {kind};" for n in names]
+            self.acc.append(names)
+
+    def bounds(self) -> tuple[str, str]:
+        """First line and end of what the workgroup's rows see."""
+        o, w = self.o, self.w
+        firsts, ends = line_bounds(o)
+        start, stop = "0u", self.line_end
+        last = ""
+        for values, which in ((firsts, "first"), (ends, "end")):
+            for e, sign in values:
+                low = (which == "first" and sign >= 0) or (which == "end" and sign < 0)
+                if not low and not last:
+                    last = w.let(
+                        f"min(top + {self.rows.size}u, {self.row_end}) - 1u", 0
+                    )
+                name = w.let("top", 0) if low else last
+                copy = self.axes.at(o.row, name, 0)
+                v = w.let(f"u32(max({self.axes.value(e, copy)}, 0))", 1)
+                if which == "end":
+                    stop = w.let(f"min({stop}, {v})", 1)
+                else:
+                    start = v if start == "0u" else w.let(f"max({start}, {v})", 1)
+        return start, stop
+
+    # -------------------------------------------------------------- a step
+
+    def shared_at(self) -> str:
+        """The line that this lane loads."""
+        return self.w.let(f"min(l + sub % {self.rows.size}u, {self.line_end} - 1u)", 2)
+
+    def step(self, near: list[list[str]], stop: str) -> None:
+        """Some lines: their products, then the maximum, then the sums."""
+        o, w, rows = self.o, self.w, self.rows
+        lines = []
+        for e in range(rows.step):
+            at = w.let(f"min(l + {e}u, {self.line_end} - 1u)", 2)
+            lines.append(self.axes.at(o.line, at, 2))
+        mine = self.axes.at(o.line, self.shared_at(), 2) if rows.shared else {}
+        far: list[list[str]] = []
+        if rows.shared:
+            far = [
+                [
+                    self.axes.value(p.far, {**mine, **c}, p.inner)
+                    for c in self.chunks(p.inner)
+                ]
+                for p in o.products
+            ]
+            self.hand_around(mine, lines)
+        inside = [w.let(f"l + {e}u < {stop}", 2, "b") for e in range(rows.step)]
+        scores = []
+        for e, line in enumerate(lines):
+            for i, p in enumerate(o.products):
+                own = (
+                    [f"subgroupBroadcast({x}, {e}u)" for x in far[i]]
+                    if rows.shared
+                    else [
+                        self.axes.value(p.far, {**line, **c}, p.inner)
+                        for c in self.chunks(p.inner)
+                    ]
+                )
+                total = ""
+                for a, b in zip(near[i], own):
+                    term = f"dot({a}, {b})"
+                    total = w.let(f"{total} + {term}" if total else term, 2)
+                if abs(p.number) != 1.0:
+                    number = w.param(("number", i), p.number, "f32", "number")
+                    total = w.let(f"{total} * {number}", 2)
+                elif p.number == -1.0:
+                    total = w.let(f"-{total}", 2)
+                self.axes.known(p.results, {**self.own, **line}, total)
+            if o.score is not None:
+                x = self.axes.value(o.score, {**self.own, **line})
+                scores.append(w.let(f"select({LOWEST!r}, {x}, {inside[e]})", 2))
+        if o.maximum is not None:
+            most = "most"
+            for x in scores:
+                most = w.let(f"max({most}, {x})", 2, "m")
+            w.line(f"let shrink = {exponential(w, f'most - {most}')};")
+            w.line(f"most = {most};")
+            for s, names in zip(o.sums, self.acc):
+                if s.power is not None:
+                    w.blocks[-1] += [f"{n} = {n} * shrink;" for n in names]
+        weights = [self.weights(s, mine) for s in o.sums] if rows.shared else []
+        for e, line in enumerate(lines):
+            for i, s in enumerate(o.sums):
+                self.add(i, s, line, e, inside[e], weights)
+
+    def add(
+        self,
+        i: int,
+        s: Sum,
+        line: dict[int, int],
+        e: int,
+        inside: str,
+        weights: list[list[str]],
+    ) -> None:
+        """What one line adds to a sum."""
+        w, names = self.w, self.acc[i]
+        part = w.let(f"select(0.0, {self.term(s, line)}, {inside})", 2, "p")
+        if s.column is None:
+            if not is_one(s.weight):
+                part = w.let(f"{part} * {self.axes.value(s.weight, line)}", 2, "p")
+            w.line(f"{names[0]} = {names[0]} + {part};")
+            return
+        own = (
+            [f"subgroupBroadcast({x}, {e}u)" for x in weights[i]]
+            if self.rows.shared
+            else self.weights(s, line)
+        )
+        for n, x in zip(names, own):
+            w.line(f"{n} = {n} + {part} * {x};")
+
+    def hand_around(self, mine: dict[int, int], lines: list[dict[int, int]]) -> None:
+        """Scalars of a line: each lane reads those of one, for all."""
+        o, w = self.o, self.w
+        roots = [s.value for s in o.sums] + ([o.score] if o.score is not None else [])
+        mask, row = 1 << o.line, 1 << o.row
+        results = {n for p in o.products for n in p.results}
+        seen: set[Expr] = set()
+        stack = list(roots)
+        while stack:
+            n = stack.pop()
+            if n in seen or n in results or not n.free & mask:
+                continue
+            seen.add(n)
+            reads = any(x.kind == "load" for x in E.topo(n))
+            if n.free & row or not reads or n.dtype == "bool":
+                if n.kind == "apply":
+                    stack += n.args
+                continue
+            own = self.axes.value(n, mine)
+            for e, line in enumerate(lines):
+                new = self.axes.bring(n, line)
+                if w.find(new) is None:
+                    text = f"subgroupBroadcast({own}, {e}u)"
+                    w.memo[2][new] = w.let(text, 2, "h")
+
+    def weights(self, s: Sum, line: dict[int, int]) -> list[str]:
+        """A line's weights."""
+        if s.column is None:
+            return []
+        return [
+            self.axes.value(s.weight, {**line, **c}, s.column)
+            for c in self.chunks(s.column)
+        ]
+
+    def term(self, s: Sum, line: dict[int, int]) -> str:
+        """What a line contributes, its weight apart."""
+        w = self.w
+        copies = {**self.own, **line}
+        if s.power is not None:
+            power = self.axes.bring(s.power, copies)
+            if w.find(power) is None:
+                y = w.value(power.args[0].args[0])
+                w.memo[2][power] = w.let(exponential(w, f"{y} - most"), 2, "p")
+        return self.axes.value(s.value, copies)
+
+    # -------------------------------------------------------------- the end
+
+    def epilogue(self) -> None:
+        """Everything that is computed from the sums, and the stores."""
+        o, w = self.o, self.w
+        w.base = 0
+        if o.maximum is not None:
+            final = w.let(
+                f"select(most, bitcast<f32>(sd_bits(0xff800000u)), most <= {LOWEST!r})",
+                0,
+                "m",
+            )
+            self.axes.known([o.group.own_load(o.maximum)], self.own, final)
+        for s, names in zip(o.sums, self.acc):
+            if s.column is None:
+                self.axes.known([s.own], self.own, self.finished(s, names[0], self.own))
+        w.open()
+        chunk: dict[int, list[dict[int, int]]] = {}
+        for m, body in o.epilogue.items():
+            column = column_of(o, m)
+            if column is None:
+                v = self.axes.value(body, self.own)
+                form = self.axes.move(o.store(m), self.own)
+                w.store(o.group.target(m)[0], form, v, body.dtype, False)
+                continue
+            if column not in chunk:
+                chunk[column] = self.chunks(column)
+                for s, names in zip(o.sums, self.acc):
+                    if s.column == column:
+                        for c, n in zip(chunk[column], names):
+                            copies = {**self.own, **c}
+                            self.axes.known(
+                                [s.own], copies, self.finished(s, n, self.own)
+                            )
+            for c in chunk[column]:
+                copies = {**self.own, **c}
+                v = self.axes.value(body, copies, column)
+                form = self.axes.move(o.store(m), copies)
+                w.vector = c[column]
+                w.store(o.group.target(m)[0], form, v, body.dtype, True)
+                w.vector = None
+        stores = w.close()
+        w.line(f"if (row < {self.row_end}) {{")
+        w.blocks[0] += [*indent(stores), "}"]
+
+    def finished(self, s: Sum, name: str, copies: dict[int, int]) -> str:
+        """A sum with what stands before it."""
+        if is_one(s.outer):
+            return name
+        return self.w.let(f"{name} * {self.axes.value(s.outer, copies)}", 0, "r")

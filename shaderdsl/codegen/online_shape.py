@@ -1,0 +1,87 @@
+"""Shapes of the tiles of a chain, and which one fits."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from .online_plan import Online, steps_of
+from .target import Target
+from .writer import WIDTH
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows and lines of a tile; ``tx`` by ``ty`` threads; lengths of chunks."""
+
+    rows: int
+    lines: int
+    tx: int
+    ty: int
+    dc: int
+    lc: int
+
+    @property
+    def size(self) -> int:
+        """Invocations of a workgroup."""
+        return self.tx * self.ty
+
+    @property
+    def tm(self) -> int:
+        """Rows of a thread."""
+        return self.rows // self.ty
+
+    @property
+    def tl(self) -> int:
+        """Lines of a thread."""
+        return self.lines // self.tx
+
+    def columns(self, n: int) -> int:
+        """vec4s of a row that a thread keeps, of ``n`` elements."""
+        return steps_of(n, WIDTH * self.tx)
+
+    def memory(self, columns: int) -> int:
+        """vec4s of workgroup memory, for sums of so many columns."""
+        factors = self.dc * (self.rows + self.lines) // WIDTH
+        values = self.lc * (self.rows // WIDTH + self.columns(columns) * self.tx)
+        return max(factors, values, self.tx * self.rows // WIDTH)
+
+
+#: From large to small.
+SHAPES = (
+    (128, 64, 8, 16),
+    (64, 64, 16, 8),
+    (64, 64, 16, 16),
+    (64, 32, 8, 8),
+    (32, 32, 8, 8),
+)
+#: Registers that a thread's accumulators may take.
+_REGISTERS = 144
+
+
+def choose_tiles(o: Online) -> Tiles:
+    """The largest tile whose accumulators stay in registers."""
+    limits = o.target.limits
+    inner = [o.extent(p.inner) for p in o.products]
+    columns = [o.extent(s.column) for s in o.sums if s.column is not None]
+    last = None
+    for rows, lines, tx, ty in SHAPES:
+        for dc, lc in itertools.product((16, 8, 4), (2 * tx, tx)):
+            if any(n % dc for n in inner) or lc > 16:
+                continue
+            t = Tiles(rows, lines, tx, ty, dc, lc)
+            kept = len(inner) * t.tm * t.tl
+            kept += sum(t.tm * t.columns(n) * WIDTH for n in columns)
+            fits = t.memory(max(columns)) * 16 <= limits.max_workgroup_storage
+            if not fits or t.size > limits.max_invocations:
+                continue
+            last = t
+            if kept <= _REGISTERS and (rows <= 64 or o.extent(o.row) >= 256):
+                return t
+    assert last is not None
+    return last
+
+
+def shuffles(target: Target, tx: int) -> bool:
+    """Whether lanes that share rows surely are neighbours in one subgroup."""
+    return target.features.subgroups and "NVIDIA" in target.name and tx <= 32

@@ -1,0 +1,443 @@
+"""Attention in one pass: against the plain expression in float64, and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import has_adapter
+
+import shaderdsl as sd
+from shaderdsl import engine, errors, ops
+from shaderdsl.codegen import online_shape
+from shaderdsl.codegen.target import Features, Limits
+from shaderdsl.function import _Traced
+from shaderdsl.ir import differentiate, interpret
+from shaderdsl.runtime import current
+
+safetensors = pytest.importorskip("safetensors")
+FOLDER = Path(__file__).parent / "data" / "ops_ref"
+RTOL, ATOL = 1e-4, 1e-5
+
+
+def make(*shape, seed=0):
+    rng = np.random.default_rng([seed, *shape])
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def heads(h, hk, t, s, d, b=1):
+    return make(b, h, t, d), make(b, hk, s, d, seed=1), make(b, hk, s, d, seed=2)
+
+
+def exact(f, args, seeds):
+    """Results and gradients of the plain expression in float64."""
+    traced = _Traced(f, tuple(args), "exact")
+    cots = [
+        engine.placeholder(("dy", k), s.shape, "f32", "dy")
+        for k, s in enumerate(traced.outs)
+    ]
+    grads = differentiate.vjp(traced.outs, cots, traced.inputs)
+    given = dict(zip(traced.inputs, (np.asarray(a, np.float64) for a in args)))
+    given |= dict(zip(cots, (np.asarray(g, np.float64) for g in seeds)))
+    for s in engine.captured_inputs(traced.outs, traced.inputs):
+        given[s] = s.source.numpy()
+    found = interpret.evaluate(
+        [*traced.outs, *(g for g in grads if g is not None)], given
+    )
+    return found[: len(traced.outs)], found[len(traced.outs) :]
+
+
+def check(f, *args, rtol=RTOL, atol=2e-5):
+    """The device's results and all gradients against :func:`exact`."""
+    y, pullback = sd.vjp(f, *args)
+    ys = y if isinstance(y, tuple) else (y,)
+    seeds = [make(*x.shape, seed=9 + k) for k, x in enumerate(ys)]
+    values, grads = exact(f, args, seeds)
+    for a, b in zip(ys, values, strict=True):
+        np.testing.assert_allclose(a.numpy(), b, rtol, atol)
+    got = pullback(tuple(seeds) if isinstance(y, tuple) else seeds[0])
+    got = got if isinstance(got, tuple) else (got,)
+    for k, (a, b) in enumerate(zip(got, grads, strict=True)):
+        scale = max(1.0, np.abs(b).max(initial=0))
+        np.testing.assert_allclose(
+            a.numpy() / scale, b / scale, rtol, atol, err_msg=str(k)
+        )
+        assert np.isfinite(a.numpy()).all()
+
+
+def archetypes(f, *args, **options):
+    return [k.archetype for k in sd.lower(f, *args, **options).kernels]
+
+
+@pytest.fixture
+def wgpu():
+    if not has_adapter():
+        pytest.skip("no adapter")
+    yield sd.use_device("wgpu")
+    sd.use_device("cpu")
+
+
+@pytest.fixture
+def retarget(wgpu):
+    """Plan for another target on the same device."""
+    device = current()
+    before = device.target
+
+    def change(**options):
+        device.target = dataclasses.replace(device.target, **options)
+        engine._plans.clear()
+
+    yield change
+    device.target = before
+    engine._plans.clear()
+
+
+# ------------------------------------------------------------------ values of torch
+
+
+def load():
+    out = {}
+    for path in sorted(FOLDER.glob("attention_*.safetensors")):
+        with safetensors.safe_open(path, "np") as f:
+            cases = json.loads(f.metadata()["cases"])
+            for name in f.keys():  # noqa: SIM118
+                case, _, tensor = name.partition(".")
+                _, tensors = out.setdefault((path.stem, case), (cases[case], {}))
+                tensors[tensor] = f.get_tensor(name)
+    return out
+
+
+CASES = load()
+
+
+def alibi(x, b, h, i, j, slopes):
+    return x - slopes[h] * sd.cast(i - j, "f32")
+
+
+def function_of(file, c, t):
+    options = {"scale": c["scale"], "causal": c["causal"], "return_lse": True}
+    options |= {"window": c.get("window"), "softcap": c.get("cap")}
+    if file == "attention_kv_cache":
+        options["start"] = t["k"].shape[2] - t["q"].shape[2]
+
+    def f(q, k, v, *more):
+        o = dict(options)
+        if file == "attention_alibi":
+            o |= {"score": alibi, "captured": {"slopes": more[0]}}
+        y, lse = ops.attention(q, k, v, **o)
+        return (y * sd.sigmoid(more[0]) if file == "attention_gated" else y), lse
+
+    names = ["q", "k", "v"]
+    names += {"attention_alibi": ["slopes"], "attention_gated": ["gate"]}.get(file, [])
+    return f, names
+
+
+@pytest.mark.parametrize(("file", "case"), CASES, ids=map("-".join, CASES))
+def test_files(device, file, case):
+    c, t = CASES[file, case]
+    f, names = function_of(file, c, t)
+    args = [t[n] for n in names]
+    (y, lse), pullback = sd.vjp(f, *args)
+    np.testing.assert_allclose(y.numpy(), t["y"], RTOL, ATOL)
+    np.testing.assert_allclose(lse.numpy(), t["lse"], RTOL, ATOL)
+    gradients = pullback((t["dy"], np.zeros_like(t["lse"])))
+    for name, g in zip(names, gradients, strict=True):
+        np.testing.assert_allclose(g.numpy(), t["d" + name], RTOL, ATOL, err_msg=name)
+
+
+# ------------------------------------------------------------------ shapes
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("t", [1, 3, 5, 63, 64, 65])
+def test_ratios_and_lengths(wgpu, ratio, t):
+    check(ops.attention, *heads(2 * ratio, 2, t, t, 8))
+
+
+@pytest.mark.parametrize(("t", "s"), [(1, 9), (3, 64), (5, 65), (40, 70), (9, 5)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_other_numbers_of_keys(wgpu, t, s, causal):
+    f = lambda *xs: ops.attention(*xs, causal=causal)  # noqa: E731
+    check(f, *heads(4, 2, t, s, 8, b=2))
+
+
+@pytest.mark.parametrize("d", [16, 32, 64, 128])
+def test_head_sizes(wgpu, d):
+    check(ops.attention, *heads(2, 1, 33, 33, d))
+
+
+@pytest.mark.parametrize(
+    ("window", "cap"), [(1, None), (4, 2.0), (16, None), (None, 5.0)]
+)
+def test_windows_and_caps(wgpu, window, cap):
+    f = lambda *xs: ops.attention(*xs, window=window, softcap=cap)  # noqa: E731
+    check(f, *heads(4, 2, 37, 37, 8))
+
+
+@pytest.mark.parametrize("start", [0, 3, 20])
+def test_start(wgpu, start):
+    f = lambda *xs: ops.attention(*xs, start=start, return_lse=True)  # noqa: E731
+    check(f, *heads(2, 1, 5, 24, 8))
+
+
+def test_every_axis_in_its_place(wgpu):
+    """Rows of heads side by side, as projections give them."""
+
+    @sd.op("... t (h g d), ... s (h d), ... s (h c) -> ... t (h g c)", h=2, g=3)
+    def rows(q, k, v):
+        x = sd.sum(q * k, over="d") * 0.3
+        p = sd.softmax(x, over="s", where=sd.index("s") <= sd.index("t"))
+        return sd.sum(p * v, over="s")
+
+    args = make(2, 21, 48), make(2, 21, 16, seed=1), make(2, 21, 24, seed=2)
+    assert archetypes(rows, *args) == ["online"]
+    check(rows, *args)
+
+
+# ------------------------------------------------------------------ schedules
+
+
+@pytest.mark.parametrize(
+    ("t", "s", "d", "options"),
+    [
+        (7, 7, 8, {}),
+        (33, 33, 16, {"window": 9, "softcap": 3.0}),
+        (20, 50, 20, {"causal": False}),
+        (9, 5, 8, {}),
+        (32, 32, 8, {}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["tiles", "rows"])
+def test_schedules_of_other_devices(retarget, monkeypatch, kind, t, s, d, options):
+    """Tiles of GPUs, rows where no lanes are shared; within portable limits."""
+    monkeypatch.setattr(online_shape, "SHAPES", ((16, 16, 4, 4),))
+    family = "gpu" if kind == "tiles" else "software"
+    retarget(family=family, features=Features(), limits=Limits())
+    f = lambda *xs: ops.attention(*xs, **options)  # noqa: E731
+    check(f, *heads(4, 2, t, s, d))
+
+
+@pytest.mark.parametrize("d", [16, 64, 128, 256])
+def test_tiles_fit_portable_limits(cpu, d):
+    shapes = [sd.spec("f32", 1, h, 300, d) for h in (4, 2, 2)]
+    lows = [sd.lower(ops.attention, *shapes, backward=b) for b in (False, True)]
+    kernels = [k for low in lows for k in low.kernels if k.archetype == "online"]
+    assert len(kernels) == 4
+    for k in kernels:
+        (vectors,) = re.findall(r"var<workgroup> sm: array<vec4<f32>, (\d+)>", k.wgsl)
+        assert int(vectors) * 16 <= 16_384
+        assert k.workgroup_size[0] <= 256 and len(k.bindings) <= 8
+
+
+def test_a_budget_of_loops(retarget):
+    retarget(loop_budget=40)
+    long = sd.spec("f32", 1, 1, 4096, 16)
+    assert "beyond the loop budget" in sd.lower(ops.attention, *[long] * 3).explain()
+
+
+# ------------------------------------------------------------------ what is found
+
+
+def naive(q, k, v):
+    """A user's own, of separate operations."""
+    x = q @ k.transpose(0, 1, 3, 2) * 0.25
+    e = sd.exp(x - sd.max(x, axis=-1, keepdims=True))
+    return (e / sd.sum(e, axis=-1, keepdims=True)) @ v
+
+
+def test_own_expressions_are_found(device):
+    args = heads(2, 2, 19, 23, 16)
+    assert archetypes(naive, *args).count("online") == 1
+    y = naive(*(sd.array(a) for a in args))
+    np.testing.assert_allclose(sd.compile(naive)(*args).numpy(), y.numpy(), RTOL, ATOL)
+
+
+def test_numbers_of_kernels(device):
+    shapes = [sd.spec("f32", 1, h, 512, 64) for h in (8, 2, 2)]
+    low = sd.lower(ops.attention, *shapes)
+    assert len(low.kernels) == 1
+    assert "one pass" in low.explain()
+    low = sd.lower(ops.attention, *shapes, backward=True)
+    assert len(low.kernels) <= 5
+    assert all(s.size <= 8 * 512 * 64 for s in low.residuals)
+    for k in low.kernels:
+        assert all(b.tensor.size <= 8 * 512 * 64 for b in k.bindings)
+
+
+def test_nothing_of_keys_by_queries(wgpu):
+    """One head of 4,096 positions, whose scores alone would take 64 MiB."""
+    q, k, v = (sd.array(x) for x in heads(1, 1, 4096, 4096, 16))
+    with sd.profile() as p:
+        y, pullback = sd.vjp(lambda *xs: ops.attention(*xs, window=64), q, k, v)
+        g = pullback(y)
+        g[0].numpy()
+    assert p.peak_bytes < 16 << 20
+    assert p.downloads == 1
+
+
+def test_it_can_be_turned_off(retarget):
+    args = heads(4, 2, 33, 33, 16)
+    found = {}
+    for online in (True, False):
+        retarget(online=online)
+        assert ("online" in archetypes(ops.attention, *args)) is online
+        y, pullback = sd.vjp(ops.attention, *args)
+        found[online] = [y, *pullback(make(*y.shape, seed=4))]
+    for a, b in zip(found[True], found[False], strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), RTOL, ATOL)
+
+
+def test_scores_that_someone_wants_are_stored(device):
+    @sd.op("h t d, h s d, h s c -> h t c, h t s")
+    def both(q, k, v):
+        x = sd.sum(q * k, over="d")
+        return sd.sum(sd.softmax(x, over="s") * v, over="s"), x
+
+    args = make(2, 9, 8), make(2, 11, 8, seed=1), make(2, 11, 8, seed=2)
+    assert "online" not in archetypes(both, *args)
+    check(both, *args)
+
+
+def test_products_without_an_exponential_are_none_of_it(device):
+    f = lambda x, a, b: sd.silu(x @ a) @ b  # noqa: E731
+    args = make(9, 16), make(16, 32, seed=1), make(32, 16, seed=2)
+    assert "online" not in archetypes(f, *args)
+
+
+@pytest.mark.parametrize("axes", ["values", "second"])
+def test_derivatives_of_derivatives(device, axes):
+    q, k, v = heads(2, 1, 7, 7, 8)
+    tangents = [make(*x.shape, seed=5) for x in (q, k, v)]
+
+    def dot(*xs):
+        return sd.sum(ops.attention(*xs) * make(1, 2, 7, 8, seed=6))
+
+    if axes == "values":
+        _, ty = sd.jvp(dot, (q, k, v), tangents)
+        grads = sd.grad(dot, (0, 1, 2))(q, k, v)
+        want = sum(float((g.numpy() * t).sum()) for g, t in zip(grads, tangents))
+        np.testing.assert_allclose(float(ty), want, 1e-4)
+        return
+
+    def along(*xs):
+        return sum(
+            sd.sum(g * t) for g, t in zip(sd.grad(dot, (0, 1, 2))(*xs), tangents)
+        )
+
+    value, again = sd.value_and_grad(along)(q, k, v)
+    moved = 1e-2
+    up, down = (
+        along(q + moved * tangents[0], k, v),
+        along(q - moved * tangents[0], k, v),
+    )
+    slope = (float(up) - float(down)) / (2 * moved)
+    np.testing.assert_allclose(float((again.numpy() * tangents[0]).sum()), slope, 2e-2)
+    assert np.isfinite(float(value))
+
+
+# ------------------------------------------------------------------ masks and hooks
+
+
+def test_rows_that_see_nothing(device):
+    q, k, v = heads(2, 1, 6, 9, 8)
+    hidden = lambda b, h, i, j: (j < 4) & (i > 5)  # noqa: E731
+    f = lambda *xs: ops.attention(*xs, mask=hidden, causal=False)  # noqa: E731
+    y, pullback = sd.vjp(f, q, k, v)
+    assert not y.numpy()[:, :, :3].any() and y.numpy()[:, :, 3:].any()
+    dq, dk, dv = (g.numpy() for g in pullback(np.ones_like(y.numpy())))
+    assert not dq[:, :, :3].any() and not dk[:, :, 4:].any() and not dv[:, :, 4:].any()
+    assert all(np.isfinite(g).all() for g in (dq, dk, dv))
+    nobody = ops.attention(q, k, v, mask=lambda b, h, i, j: False, return_lse=True)
+    assert not nobody[0].numpy().any() and (nobody[1].numpy() == -np.inf).all()
+
+
+def test_huge_scores(device):
+    q, k, v = heads(2, 1, 17, 17, 8)
+    y = ops.attention(q * 1e4, k * 1e4, v).numpy()
+    values, _ = exact(ops.attention, [q * 1e4, k * 1e4, v], [np.zeros_like(y)])
+    np.testing.assert_allclose(y, values[0], 1e-3, 1e-4)
+
+
+def test_learned_bias_slopes_and_documents(device):
+    q, k, v = heads(4, 2, 15, 15, 8, b=2)
+    documents = np.sort(make(2, 15) > 0, axis=1).astype(np.int32)
+
+    def score(x, b, h, i, j, bias, slopes):
+        return x + bias[h, i - j + 16] - slopes[h] * sd.cast(i - j, "f32")
+
+    def mask(b, h, i, j, documents):
+        return documents[b, i] == documents[b, j]
+
+    def f(q, k, v, bias, slopes):
+        captured = {"bias": bias, "slopes": slopes, "documents": documents}
+        return ops.attention(
+            q, k, v, score=score, mask=mask, captured=captured, window=9
+        )
+
+    check(f, q, k, v, make(4, 33, seed=3), make(4, seed=4))
+
+
+def test_lengths_and_starts_of_a_batch(device):
+    q, k, v = heads(4, 2, 3, 20, 8, b=3)
+    lengths, start = np.array([5, 20, 11], np.int32), np.array([2, 17, 8], np.int32)
+    y = ops.attention(q, k, v, lengths=lengths, start=start).numpy()
+    for b, (n, s) in enumerate(zip(lengths, start)):
+        one = [x[b : b + 1] for x in (q, k[:, :, :n], v[:, :, :n])]
+        want = ops.attention(*one, start=int(s)).numpy()
+        np.testing.assert_allclose(y[b], want[0], RTOL, ATOL)
+    same = ops.attention(q, k, v, lengths=7, causal=False).numpy()
+    want = ops.attention(q, k[:, :, :7], v[:, :, :7], causal=False).numpy()
+    np.testing.assert_allclose(same, want, RTOL, ATOL)
+
+
+BAD = [
+    (errors.ShapeError, {"window": 0}),
+    (errors.ShapeError, {"start": 7}),
+    (errors.ShapeError, {"start": -1}),
+    (errors.ShapeError, {"lengths": 8}),
+    (errors.ShapeError, {"lengths": np.ones((2, 2), np.int32)}),
+    (errors.DTypeError, {"score": lambda x, b, h, i, j: x > 0}),
+    (errors.DTypeError, {"score": lambda x, b, h, i, j: None}),
+    (errors.DTypeError, {"mask": lambda b, h, i, j: i - j}),
+    (errors.TraceError, {"mask": lambda b, h, i, j, missing: i > j}),
+    (errors.ShapeError, {"score": lambda x, b, h, i, j, bias: x + bias[h]}),
+    (errors.ShapeError, {"score": lambda x, b, h, i, j, bias: x + bias[0, 99]}),
+    (errors.IndexRangeError, {"score": lambda x, b, h, i, j, bias: x + bias[h, i - j]}),
+]
+
+
+@pytest.mark.parametrize(("error", "options"), BAD)
+def test_bad_input(cpu, error, options):
+    q, k, v = heads(4, 2, 7, 7, 8)
+    bias = np.zeros((4, 13), np.float32)
+    with pytest.raises(error):
+        ops.attention(q, k, v, causal=False, captured={"bias": bias}, **options)
+
+
+def test_heads_that_do_not_divide(cpu):
+    with pytest.raises(errors.ShapeError, match="3 query heads"):
+        ops.attention(*heads(3, 2, 5, 5, 8))
+
+
+def test_a_hook_error_names_the_array(cpu):
+    q, k, v = heads(4, 2, 7, 7, 8)
+    bias = np.zeros((4, 13), np.float32)
+    score = lambda x, b, h, i, j, bias: x + bias[h, i + j]  # noqa: E731
+    with pytest.raises(errors.IndexRangeError, match="'bias'") as e:
+        ops.attention(q, k, v, score=score, captured={"bias": bias[:, :9]})
+    assert "test_attention.py" in str(e.value)
+
+
+def test_another_length_compiles_nothing(wgpu):
+    f = sd.compile(lambda q, k, v, n: ops.attention(q, k, v, start=n))
+    for s, n in itertools.product((64, 72), (3, 40)):
+        args = heads(4, 2, 1, s, 16)
+        f(*args, np.int32(n)).numpy()
+        with sd.profile() as p:
+            f(*args, np.int32(n + 1)).numpy()
+        assert p.compiled == 0
