@@ -292,6 +292,14 @@ def test_it_can_be_turned_off(retarget):
         np.testing.assert_allclose(a.numpy(), b.numpy(), RTOL, ATOL)
 
 
+def test_a_token_against_a_cache(device):
+    """Its kernels share out the keys; a pass over them would be one workgroup's."""
+    q, cache = sd.spec("f32", 1, 4, 1, 16), sd.spec("f32", 1, 2, 4096, 16)
+    low = sd.lower(ops.attention, q, cache, cache)
+    assert "1 rows" in low.explain() or "2 rows" in low.explain()
+    check(ops.attention, *heads(4, 2, 1, 300, 16))
+
+
 def test_scores_that_someone_wants_are_stored(device):
     @sd.op("h t d, h s d, h s c -> h t c, h t s")
     def both(q, k, v):

@@ -26,6 +26,10 @@ from .online_runs import (
 )
 from .target import Target
 
+#: So few rows against so long lines (a token against a cache) are better off with a
+#: kernel for each stage, whose threads share out the lines; what is stored is short.
+FEW_ROWS, LONG_LINE = 16, 256
+
 
 @dataclass(eq=False)
 class Chain:
@@ -347,6 +351,13 @@ def _complete(
             break
     else:
         log.append(f"{name} is not one pass: its products have no common rows")
+        return False
+    height, length = c.extents[c.row], c.extents[c.line]
+    if height < FEW_ROWS and length >= LONG_LINE:
+        log.append(
+            f"{name} is not one pass: {height} rows against {length} lines would leave "
+            "the device idle"
+        )
         return False
     loops = 1
     for a in c.reduced:
