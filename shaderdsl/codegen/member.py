@@ -97,7 +97,7 @@ class ContractParts:
 
 
 def contract_parts(stage: Stage, body: Expr) -> ContractParts | None:
-    """A sum of a product whose factors fall into two groups with different output axes."""
+    """A sum of a product whose factors fall into two groups by their output axes."""
     if stage.monoid != "sum" or stage.dtype not in E.FLOATS:
         return None
     no = len(stage.ext)
@@ -253,30 +253,36 @@ class Inliner:
 
     def __init__(self, anchors: set[Stage]):
         self.anchors = anchors
-        self.memo: dict[tuple[Expr, tuple[int, ...]], Expr] = {}
+        self.memo: dict[tuple[int, ...], dict[Expr, Expr]] = {}
 
     def body(self, root: Expr, space: tuple[int, ...]) -> Expr:
-        """The inlined form of an expression over a space."""
-        key = (root, space)
-        if key in self.memo:
-            return self.memo[key]
-        current = root
-        while True:
-            memo: dict[Expr, Expr] = {}
-            hit = False
-            for n in E.topo(current):
-                args = tuple(memo[x] for x in n.args)
-                if (
-                    n.kind == "load"
-                    and n.data.kind == "map"
-                    and n.data not in self.anchors
-                ):
-                    memo[n] = inline_load(n, args, space)
-                    hit = True
-                else:
-                    memo[n] = E.rebuild(n, args) if n.args else n
-            current = memo[current]
-            if not hit:
-                break
-        self.memo[key] = current
-        return current
+        """The inlined form of an expression over a space.
+
+        Every node is visited once, however deep the chain of maps is.
+        """
+        final = self.memo.setdefault(space, {})
+        opened: dict[Expr, Expr] = {}
+        stack = [root]
+        while stack:
+            n = stack[-1]
+            if n in final:
+                stack.pop()
+                continue
+            todo = [x for x in n.args if x not in final]
+            if todo:
+                stack += reversed(todo)
+                continue
+            args = tuple(final[x] for x in n.args)
+            if n.kind == "load" and n.data.kind == "map" and n.data not in self.anchors:
+                inner = opened.get(n)
+                if inner is None:
+                    inner = opened[n] = inline_load(n, args, space)
+                if inner not in final:
+                    stack.append(inner)
+                    continue
+                result = final[inner]
+            else:
+                result = E.rebuild(n, args) if n.args else n
+            # What is inlined holds nothing more to inline.
+            final[n] = final[result] = result
+        return final[root]

@@ -41,45 +41,127 @@ def check_ranges(
             range.
     """
     checks: list[HostCheck] = []
-    seen: set[tuple[Expr, tuple[Expr, ...]]] = set()
-    stack: list[tuple[Expr, tuple[Expr, ...], tuple[int, ...]]] = [
-        (root, (), tuple(extents))
-    ]
-    memo: dict[tuple[int, ...], dict[Expr, tuple[int, int]]] = {}
-    while stack:
-        node, guards, space = stack.pop()
-        if (node, guards) in seen or (not node.args and node.kind != "load"):
-            continue
-        seen.add((node, guards))
-        if node.kind == "apply" and node.data == "where":
-            c, a, b = node.args
-            stack += [
-                (c, guards, space),
-                (a, _with(guards, _conjuncts(c)), space),
-                (b, _with(guards, _negated(c)), space),
-            ]
-            continue
-        if node.kind == "load":
-            ranges = memo.setdefault(space, {})
-            for i, n in zip(node.args, node.data.shape, strict=True):
-                low, high = interval(i, space, ranges)
-                if (low >= 0 and high < n) or 0 in (n, *space):
-                    continue
-                if any(m.kind == "load" for m in E.topo(i)):
-                    checks.append(_host_check(node, i, n, guards, space, op))
-                elif not _implied(i, n, guards, space):
-                    raise IndexRangeError(
-                        f"an index of {node.data.name!r} runs from {low} to {high}, "
-                        f"outside of its axis of size {n}",
-                        where=f"{op} ({node.loc or E.user_location()})",
-                        cure="guard it: sd.where(condition, x.at(…), 0.0), or sd.clip "
-                        "the index",
-                    )
-            if node.data.kind == "reduce" and node.data.body is not None:
-                inner = _carry(node, guards)
-                stack.append((node.data.body, inner, node.data.space))
-        stack += [(a, guards, space) for a in node.args]
+    for node, guards, space in _reads(root, tuple(extents)):
+        for i, n in zip(node.args, node.data.shape, strict=True):
+            low, high = interval(i, space)
+            if (low >= 0 and high < n) or 0 in (n, *space):
+                continue
+            if any(m.kind == "load" for m in E.topo(i)):
+                checks.append(_host_check(node, i, n, guards, space, op))
+            elif not _implied(i, n, guards, space):
+                raise IndexRangeError(
+                    f"an index of {node.data.name!r} runs from {low} to {high}, "
+                    f"outside of its axis of size {n}",
+                    where=f"{op} ({node.loc or E.user_location()})",
+                    cure="guard it: sd.where(condition, x.at(…), 0.0), or sd.clip "
+                    "the index",
+                )
     return checks
+
+
+Space = tuple[int, ...]
+Guards = tuple[Expr, ...]
+# Paths of nested conditions to one load that are looked at one by one.
+_MOST_PATHS = 20_000
+
+
+def _reads(root: Expr, space: Space) -> list[tuple[Expr, Guards, Space]]:
+    """Loads that may leave an axis, each with the conditions under which it is read.
+
+    A load that several nested conditions share is given once for each path to it; where
+    there are too many paths, once with the conditions that all of them have in common.
+    """
+    risky = _Risk()
+    out: list[tuple[Expr, Guards, Space]] = []
+    seen: set[tuple[Expr, Guards, Space]] = set()
+    stack: list[tuple[Expr, Guards, Space]] = [(root, (), space)]
+    while stack:
+        item = node, guards, here = stack.pop()
+        if item in seen or not risky(node, here):
+            continue
+        seen.add(item)
+        if len(seen) > _MOST_PATHS:
+            return _common(root, space, risky)
+        if node.kind == "load" and risky.leaves(node, here):
+            out.append(item)
+        stack += _below(node, guards, here)
+    return out
+
+
+def _common(root: Expr, space: Space, risky: _Risk) -> list[tuple[Expr, Guards, Space]]:
+    """:func:`_reads` in one pass over the nodes, readers first."""
+    out: list[tuple[Expr, Guards, Space]] = []
+    bodies: list[tuple[Expr, Guards, Space]] = [(root, (), space)]
+    while bodies:
+        top, outer, here = bodies.pop()
+        held: dict[Expr, Guards] = {top: outer}
+        for node in reversed(E.topo(top)):
+            if node not in held or not risky(node, here):
+                continue
+            guards = held[node]
+            if node.kind == "load" and risky.leaves(node, here):
+                out.append((node, guards, here))
+            for x, more, inner in _below(node, guards, here):
+                if node.kind == "load" and x is node.data.body:
+                    bodies.append((x, more, inner))
+                else:
+                    known = held.get(x, more)
+                    held[x] = tuple(g for g in known if g in more)
+    return out
+
+
+def _below(
+    node: Expr, guards: Guards, space: Space
+) -> list[tuple[Expr, Guards, Space]]:
+    """The operands of a node, and the body of the reduction that it loads, each with
+    its conditions.
+    """
+    if node.kind == "apply" and node.data == "where":
+        c, a, b = node.args
+        return [
+            (c, guards, space),
+            (a, _with(guards, _conjuncts(c)), space),
+            (b, _with(guards, _negated(c)), space),
+        ]
+    out = [(x, guards, space) for x in node.args]
+    if (
+        node.kind == "load"
+        and node.data.kind == "reduce"
+        and node.data.body is not None
+    ):
+        out.append((node.data.body, _carry(node, guards), node.data.space))
+    return out
+
+
+class _Risk:
+    """Whether anything below a node may leave its axis, by intervals alone."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Expr, Space], bool] = {}
+        self._ranges: dict[Space, dict[Expr, tuple[int, int]]] = {}
+
+    def leaves(self, load: Expr, space: Space) -> bool:
+        """Whether an index of this load may leave its axis."""
+        ranges = self._ranges.setdefault(space, {})
+        for i, n in zip(load.args, load.data.shape, strict=True):
+            low, high = interval(i, space, ranges)
+            if not (low >= 0 and high < n):
+                return True
+        return False
+
+    def __call__(self, root: Expr, space: Space) -> bool:
+        known = self._known
+        if (root, space) not in known:
+            for n in E.topo(root, into=lambda n: (n, space) not in known):
+                if (n, space) in known:
+                    continue
+                found = any(known[x, space] for x in n.args)
+                if n.kind == "load" and not found:
+                    found = self.leaves(n, space)
+                    if n.data.kind == "reduce" and n.data.body is not None:
+                        found = found or self(n.data.body, n.data.space)
+                known[n, space] = found
+        return known[root, space]
 
 
 def _host_check(
@@ -99,35 +181,39 @@ def _with(guards: tuple[Expr, ...], more: Sequence[Expr]) -> tuple[Expr, ...]:
     return guards + tuple(g for g in more if g not in guards)
 
 
-def _conjuncts(c: Expr) -> list[Expr]:
+_OPPOSITE: dict[str, Any] = {
+    "lt": lambda a, b: E.apply("le", b, a),
+    "le": lambda a, b: E.apply("lt", b, a),
+    "eq": lambda a, b: E.apply("ne", a, b),
+    "ne": lambda a, b: E.apply("eq", a, b),
+}
+
+
+def _conjuncts(c: Expr, holds: bool = True) -> list[Expr]:
+    """Facts that follow when a condition holds (or fails); each node is seen once."""
     out: list[Expr] = []
-    stack = [c]
+    seen: set[tuple[Expr, bool]] = set()
+    stack = [(c, holds)]
     while stack:
-        n = stack.pop()
-        if n.kind == "apply" and n.data == "and":
-            stack += n.args
-        elif n.kind == "apply" and n.data == "not" and n.args[0].dtype == "bool":
-            out += _negated(n.args[0])
-        else:
+        n, truth = stack.pop()
+        if (n, truth) in seen:
+            continue
+        seen.add((n, truth))
+        name = n.data if n.kind == "apply" and n.dtype == "bool" else None
+        if name == "not":
+            stack.append((n.args[0], not truth))
+        elif name == ("and" if truth else "or"):
+            stack += [(x, truth) for x in n.args]
+        elif truth:
             out.append(n)
+        elif name in _OPPOSITE:
+            out.append(_OPPOSITE[name](*n.args))
     return out
 
 
 def _negated(c: Expr) -> list[Expr]:
     """Facts that follow when a condition fails."""
-    if c.kind != "apply":
-        return []
-    if c.data == "or":
-        return _negated(c.args[0]) + _negated(c.args[1])
-    if c.data == "not":
-        return _conjuncts(c.args[0])
-    opposite: dict[str, Any] = {
-        "lt": lambda a, b: E.apply("le", b, a),
-        "le": lambda a, b: E.apply("lt", b, a),
-        "eq": lambda a, b: E.apply("ne", a, b),
-        "ne": lambda a, b: E.apply("eq", a, b),
-    }
-    return [opposite[c.data](*c.args)] if c.data in opposite else []
+    return _conjuncts(c, holds=False)
 
 
 def _carry(node: Expr, guards: tuple[Expr, ...]) -> tuple[Expr, ...]:

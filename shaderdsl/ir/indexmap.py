@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .expr import Expr, apply, const, index
+from .expr import Expr, apply, const, index, topo
 
 _LOW, _HIGH = -(2**31), 2**31 - 1
 Extents = Sequence[int] | Mapping[int, int]
@@ -52,8 +52,13 @@ def affine(e: Expr) -> Affine:
     rest: dict[Expr, int] = {}
     total = 0
     stack = [(1, e)]
+    # Terms that share their parts would be walked once for each path to them.
+    patience = 256
     while stack:
         k, n = stack.pop()
+        patience -= 1
+        if patience < 0:
+            return _affine_shared(e)
         value = number(n)
         if value is not None:
             total += k * value
@@ -75,6 +80,46 @@ def affine(e: Expr) -> Affine:
         {a: k for a, k in axes.items() if k},
         total,
         tuple((k, n) for n, k in rest.items() if k),
+    )
+
+
+def _affine_shared(e: Expr) -> Affine:
+    """:func:`affine` with each node visited once: coefficients add up before a node is
+    opened.
+    """
+
+    def opens(n: Expr) -> bool:
+        if n.kind != "apply":
+            return False
+        if n.data == "mul":
+            return any(number(x) is not None for x in n.args)
+        return n.data in ("add", "sub", "neg")
+
+    axes: dict[int, int] = {}
+    rest: list[tuple[int, Expr]] = []
+    total = 0
+    coefficient: dict[Expr, int] = {e: 1}
+    for n in reversed(topo(e, into=opens)):
+        k = coefficient.get(n, 0)
+        value = number(n)
+        if value is not None:
+            total += k * value
+        elif n.kind == "index":
+            axes[n.data] = k
+        elif not opens(n):
+            rest.append((k, n))
+        elif n.data == "mul":
+            (scale,) = [x for x in n.args if number(x) is not None][:1]
+            other = n.args[1] if n.args[0] is scale else n.args[0]
+            coefficient[other] = coefficient.get(other, 0) + k * (number(scale) or 0)
+        else:
+            for x, sign in zip(n.args, (1, -1) if n.data == "sub" else (1, 1)):
+                s = -k if n.data == "neg" else sign * k
+                coefficient[x] = coefficient.get(x, 0) + s
+    return Affine(
+        {a: k for a, k in axes.items() if k},
+        total,
+        tuple((k, n) for k, n in rest if k),
     )
 
 
@@ -125,6 +170,11 @@ def _interval(
         if low // divisor == high // divisor:
             return low % divisor, high % divisor
         return 0, divisor - 1
+    if e.data in ("to_i32", "to_u32") and e.args[0].dtype in ("i32", "u32"):
+        low, high = interval(e.args[0], extents, memo)
+        fits = low >= 0 and high <= _HIGH
+        whole = (0, 2**32 - 1) if e.dtype == "u32" else (_LOW, _HIGH)
+        return (low, high) if fits else whole
     if e.data in ("minimum", "maximum"):
         left, right = (interval(x, extents, memo) for x in e.args)
         f = min if e.data == "minimum" else max

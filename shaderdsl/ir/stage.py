@@ -184,6 +184,10 @@ def whole(stage: Stage) -> Expr:
 # ------------------------------------------------------------------ normal form of sums
 
 
+# A product is taken apart into this many factors; a power of a power of … stays whole.
+_MOST_FACTORS = 256
+
+
 def factors(body: Expr) -> tuple[float, list[Expr], list[Expr]]:
     """``body`` as number · ∏ factors where all guards hold and 0 elsewhere."""
     out: list[Expr] = []
@@ -196,7 +200,7 @@ def factors(body: Expr) -> tuple[float, list[Expr], list[Expr]]:
         if name == "where" and n.args[2].kind == "const" and n.args[2].data == 0:
             guards.append(n.args[0])
             stack.append(n.args[1])
-        elif name in ("mul", "mulz"):
+        elif name in ("mul", "mulz") and len(out) + len(stack) < _MOST_FACTORS:
             stack += [n.args[1], n.args[0]]
         elif name == "neg":
             sign = -sign
@@ -212,15 +216,16 @@ def factors(body: Expr) -> tuple[float, list[Expr], list[Expr]]:
 
 
 def _conjuncts(guards: Iterable[Expr]) -> list[Expr]:
-    out: list[Expr] = []
+    seen: dict[Expr, None] = {}
     stack = list(guards)[::-1]
     while stack:
         g = stack.pop()
+        if g in seen:
+            continue
+        seen[g] = None
         if g.kind == "apply" and g.data == "and":
             stack += [g.args[1], g.args[0]]
-        elif g not in out:
-            out.append(g)
-    return out
+    return [g for g in seen if not (g.kind == "apply" and g.data == "and")]
 
 
 def product(fs: Sequence[Expr]) -> Expr:
