@@ -6,19 +6,28 @@ Operators build stages. On arrays that exist they run at once; inside ``sd.compi
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .engine import placeholder, run_graph
-from .errors import DonatedError, DTypeError, IndexRangeError, TraceError
+from .errors import (
+    DonatedError,
+    DTypeError,
+    IndexRangeError,
+    ShaderError,
+    ShapeError,
+    TraceError,
+)
 from .ir import arrays as A
 from .ir import expr as E
 from .ir.expr import Expr
+from .ir.primitives import PRIMITIVES
 from .ir.stage import Stage, input_stage, whole
-from .ir.trace import OPERATORS, expand_power
+from .ir.trace import OPERATORS, Value, expand_power
 from .runtime import current as current_device
 
 NUMPY = {
@@ -58,36 +67,62 @@ def host_array(x: Any, dtype: str | None = None) -> tuple[np.ndarray, str]:
     """Anything array-like as a NumPy array of one of our dtypes.
 
     float64 is rounded to f32 (with one warning a process); 64-bit integers are checked
-    against the range of i32.
+    against the range of i32. Floats saturate where integers are asked for, NaN is 0.
     """
     global _warned
+    if isinstance(x, Value):
+        raise TraceError(
+            "a value of an op is used where an array is needed",
+            where=E.user_location(),
+            cure="inside an op, call the plain function of another: other.function(x)",
+        )
     if not isinstance(x, np.ndarray):
         if not hasattr(x, "__array__") and hasattr(x, "__dlpack__"):
             x = np.from_dlpack(x)
         python = isinstance(x, (float, list, tuple))
-        x = np.asarray(x)
+        try:
+            x = np.asarray(x)
+        except ShaderError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ShapeError(
+                f"this {type(x).__name__} is no array: {error}",
+                where=E.user_location(),
+            ) from None
         if python and x.dtype == np.float64 and dtype is None:
             dtype = "f32"
+    if not x.dtype.isnative:
+        x = x.astype(x.dtype.newbyteorder("="))
     if dtype is not None:
         dtype = dtype_name(dtype)
+        if x.dtype.kind not in "fiub" and x.dtype.name != "bfloat16":
+            raise _no_array_of(x.dtype)
         if dtype in E.INTS and x.dtype.kind in "iu":
             _check_range(x, dtype)
-        return np.asarray(x, NUMPY[dtype]), dtype
+        if dtype in E.INTS and x.dtype.kind == "f":
+            return PRIMITIVES[f"to_{dtype}"].numpy(x), dtype
+        with np.errstate(over="ignore"):
+            return np.asarray(x, NUMPY[dtype]), dtype
     if x.dtype in _NAMES:
         return x, _NAMES[x.dtype]
-    if x.dtype == np.float64:
+    if x.dtype.kind == "f" and x.dtype.itemsize >= 8:
         if not _warned:
             _warned = True
             warnings.warn("float64 is rounded to float32", stacklevel=3)
-        return x.astype(np.float32), "f32"
+        with np.errstate(over="ignore"):
+            return x.astype(np.float32), "f32"
     if x.dtype.kind in "iu":
         name = "u32" if x.dtype == np.uint64 else "i32"
         _check_range(x, name)
         return x.astype(NUMPY[name]), name
     if x.dtype.name == "bfloat16":
         return x.astype(np.float32), "f32"
-    raise DTypeError(
-        f"an array of {x.dtype} cannot be used",
+    raise _no_array_of(x.dtype)
+
+
+def _no_array_of(dtype: Any) -> DTypeError:
+    return DTypeError(
+        f"an array of {dtype} cannot be used",
         where=E.user_location(),
         cure="convert it to float32 or int32",
     )
@@ -117,6 +152,7 @@ class Array:
         "_stage",
         "dtype",
         "shape",
+        "weak",
     )
     __array_priority__ = 1000
     __hash__ = None  # type: ignore[assignment]
@@ -128,6 +164,8 @@ class Array:
         self._buffer: Any = None
         self._host: np.ndarray | None = None
         self._donated = False
+        # A symbol for a Python number: it takes the dtype of what it meets.
+        self.weak = False
 
     # -------------------------------------------------------------- making
 
@@ -217,7 +255,8 @@ class Array:
             f"a symbolic array of shape {self.shape} cannot {what}",
             where=E.user_location(),
             cure="its values exist only when the compiled function runs; use sd.where, "
-            "or return it",
+            "or return it"
+            + ("" if self.shape else "; close over a number that must be known before"),
         )
 
     # -------------------------------------------------------------- values
@@ -247,6 +286,12 @@ class Array:
 
     def item(self) -> Any:
         """The one value as a Python number."""
+        if self.size != 1:
+            raise ShapeError(
+                f"an array of shape {self.shape} is no single number",
+                where=E.user_location(),
+                cure="reduce it, e.g. with sd.all, sd.any or sd.sum, or index it",
+            )
         return self.numpy().item()
 
     def tolist(self) -> Any:
@@ -295,11 +340,14 @@ class Array:
         for i in items:
             if isinstance(i, (Array, np.ndarray, list)):
                 plain.append(("array", len(arrays)))
-                arrays.append(asarray(i))
-            elif i is None or i is Ellipsis or isinstance(i, slice):
-                plain.append(i)
+                ids = asarray(i, "i32" if isinstance(i, list) and not i else None)
+                arrays.append(ids)
+            elif isinstance(i, slice):
+                plain.append(
+                    slice(*(n if n is None else _position(n) for n in _bounds(i)))
+                )
             else:
-                plain.append(i.__index__())
+                plain.append(i if i is None or i is Ellipsis else _position(i))
         shown = tuple(plain)
         if arrays:
             return take(self, arrays[0]) if len(items) == 1 else _bad_index()
@@ -309,7 +357,7 @@ class Array:
         """The same elements under another shape."""
         sizes = (
             tuple(shape[0])
-            if len(shape) == 1 and not isinstance(shape[0], int)
+            if len(shape) == 1 and isinstance(shape[0], Iterable)
             else shape
         )
         return call(lambda x: A.reshape(x, sizes), self)
@@ -318,7 +366,7 @@ class Array:
         """Permuted axes, reversed by default."""
         axes = (
             tuple(order[0])
-            if len(order) == 1 and not isinstance(order[0], int)
+            if len(order) == 1 and isinstance(order[0], Iterable)
             else order
         )
         return call(lambda x: A.transpose(x, axes or None), self)
@@ -412,6 +460,23 @@ class Array:
         return result
 
 
+def _bounds(s: slice) -> tuple[Any, Any, Any]:
+    return s.start, s.stop, s.step
+
+
+def _position(i: Any) -> int:
+    """An index as a Python integer."""
+    if not isinstance(i, (bool, np.bool_)):
+        try:
+            return operator.index(i)
+        except TypeError:
+            pass
+    raise DTypeError(
+        f"an index is an integer, a slice, None, ... or an integer array, not {i!r}",
+        where=E.user_location(),
+    )
+
+
 def _bad_index() -> Array:
     raise IndexRangeError(
         "an integer array indexes the first axis alone", where=E.user_location()
@@ -439,9 +504,11 @@ _install("ge", "le", swap=True, reflect=False)
 
 
 def is_operand(x: Any) -> bool:
-    """Whether an operator takes this: an array or a number."""
-    return isinstance(x, (Array, np.ndarray, np.generic, bool, int, float)) or hasattr(
-        x, "__array__"
+    """Whether an operator takes this: an array, a list or a number."""
+    return (
+        isinstance(x, (Array, np.ndarray, np.generic, bool, int, float, list, tuple))
+        or hasattr(x, "__array__")
+        or hasattr(x, "__dlpack__")
     )
 
 
@@ -467,7 +534,9 @@ def call(build: Callable[..., Stage], *xs: Any) -> Array:
     arrays = [x for x in xs if isinstance(x, Array)]
     if any(x.symbolic and not x._donated for x in arrays):
         return Array.symbol(
-            build(*(x.stage() if isinstance(x, Array) else E.const(x) for x in xs))
+            _built(
+                build, [x.stage() if isinstance(x, Array) else E.const(x) for x in xs]
+            )
         )
     scalars: dict[str, Any] = {}
     operands: list[Stage | Expr] = []
@@ -480,29 +549,88 @@ def call(build: Callable[..., Stage], *xs: Any) -> Array:
             operands.append(E.const(x))
         else:
             name = f"s{len(scalars)}"
+            if isinstance(x, int) and not -(2**31) <= x < 2**31:
+                raise _too_large(x, "i32")
             scalars[name] = x
             operands.append(E.scalar(name, "i32" if isinstance(x, int) else "f32"))
-    out = build(*operands)
+    out = _built(build, operands)
     (buffer,) = run_graph([out], inputs, [x.buffer() for x in arrays], scalars)
     return Array.of_buffer(buffer, out.shape, out.dtype)
 
 
+def _built(build: Callable[..., Stage], operands: Sequence[Any]) -> Stage:
+    """Build a stage; what goes wrong is told at the user's line."""
+    try:
+        return build(*operands)
+    except ShaderError as error:
+        if error.where is not None:
+            raise
+        raise type(error)(
+            error.message, where=E.user_location(), cure=error.cure
+        ) from None
+
+
+def _too_large(x: int, dtype: str) -> DTypeError:
+    return DTypeError(
+        f"the number {x if abs(x) < 10**40 else 'given'} does not fit {dtype}",
+        where=E.user_location(),
+        cure="use a float, or a number in range",
+    )
+
+
 def primitive(name: str, *xs: Any) -> Array:
     """A primitive of arrays and numbers, with NumPy's broadcasting."""
-    from .ir.primitives import PRIMITIVES
-
     operands = [x if is_number(x) else asarray(x) for x in xs]
     arrays = [x for x in operands if isinstance(x, Array)]
-    if PRIMITIVES[name].takes != "float" and any(x.dtype == "u32" for x in arrays):
+    floats = PRIMITIVES[name].takes == "float" or any(
+        x.dtype in E.FLOATS if isinstance(x, Array) else isinstance(x, float)
+        for x in operands
+    )
+    if floats:
+        operands = [_as_float(x) if type(x) is int else x for x in operands]
+    elif any(x.dtype == "u32" and not x.weak for x in arrays):
         # A weak integer takes the type of what it meets; as a runtime number it has to
         # be told.
-        operands = [
-            Array.of_host(np.asarray(x, np.uint32), "u32")
-            if type(x) is int and x >= 0
-            else x
-            for x in operands
-        ]
-    return call(lambda *s: A.elementwise(name, *s), *operands)
+        operands = [_as_u32(x) if type(x) is int else x for x in operands]
+    weak = [x for x in arrays if x.weak]
+    if not weak or len(weak) == len(arrays):
+        result = call(lambda *s: A.elementwise(name, *s), *operands)
+        result.weak = bool(weak)
+        return result
+    # Weak arrays have no dimensions: as expressions they leave the storage to others.
+    unsigned = not floats and any(x.dtype == "u32" for x in arrays)
+    dtypes = [
+        ("u32" if unsigned and x.dtype == "i32" else x.dtype)
+        if isinstance(x, Array) and x.weak
+        else None
+        for x in operands
+    ]
+    return call(
+        lambda *s: A.elementwise(
+            name,
+            *(
+                x if d is None or isinstance(x, Expr) else E.cast(E.load(x, ()), d)
+                for x, d in zip(s, dtypes, strict=True)
+            ),
+        ),
+        *operands,
+    )
+
+
+def _as_float(x: int) -> int | float:
+    """An integer beyond i32, among floats, is a float."""
+    if -(2**31) <= x < 2**31:
+        return x
+    try:
+        return float(x)
+    except OverflowError:
+        raise _too_large(x, "f32") from None
+
+
+def _as_u32(x: int) -> Array:
+    if not 0 <= x < 2**32:
+        raise _too_large(x, "u32")
+    return Array.of_host(np.asarray(x, np.uint32), "u32")
 
 
 def take(x: Array, ids: Array) -> Array:

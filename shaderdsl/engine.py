@@ -11,6 +11,7 @@ from typing import Any
 
 from .codegen.program import Program
 from .ir import verify
+from .ir.expr import user_location
 from .ir.stage import Stage, input_stage, topo_stages
 from .runtime import current as current_device
 
@@ -54,6 +55,7 @@ class Plan:
 
             raise TraceError(
                 "a symbolic array of another trace is used here",
+                where=user_location(),
                 cure="pass it as an argument; do not keep symbolic arrays outside of "
                 "the function that made them",
             )

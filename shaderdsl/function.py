@@ -16,7 +16,15 @@ import numpy as np
 from . import tree
 from .array import NUMPY, Array, asarray, host_array, is_number
 from .engine import Plan, captured_inputs, lock, placeholder, plan_for
-from .errors import AxisError, DifferentiationError, IndexRangeError, ShapeError
+from .errors import (
+    AxisError,
+    DifferentiationError,
+    DTypeError,
+    IndexRangeError,
+    ShapeError,
+    SignatureError,
+)
+from .ir import arrays as A
 from .ir import differentiate, interpret
 from .ir import expr as E
 from .ir import signature as S
@@ -125,15 +133,27 @@ class Op:
         sizes: dict[str, int],
         static: tuple[str, ...],
     ):
+        if not callable(function):
+            raise SignatureError(
+                f"an op is made of a function, not of {function!r}",
+                where=E.user_location(),
+            )
         functools.update_wrapper(self, function)
         self.function = function
-        self.name = function.__name__
+        self.name = getattr(function, "__name__", type(function).__name__)
         self.signature = S.parse(text)
         self.sizes = sizes
         self.static = static
         self._parameters = inspect.signature(function)
         self._graphs: dict[Any, tuple[list[Stage], list[HostCheck], bool]] = {}
         self._operands = self._operand_names()
+        kinds = {p.kind for p in self._parameters.parameters.values()}
+        unknown = [k for k in static if k not in self._parameters.parameters]
+        if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+            raise AxisError(
+                f"static names {unknown[0]!r}, which is no parameter of {self.name}",
+                where=self.where,
+            )
 
     def _operand_names(self) -> list[str]:
         names = [
@@ -164,6 +184,12 @@ class Op:
     ) -> tuple[list[Any], dict[str, int], dict[str, Any]]:
         values = list(args[: len(self._operands)])
         options = dict(keywords)
+        twice = [k for k in self._operands[: len(values)] if k in options]
+        if twice:
+            raise ShapeError(
+                f"{self.name} got {twice[0]!r} twice: by position and by name",
+                where=f"{self.name} ({E.user_location()})",
+            )
         for name in self._operands[len(values) :]:
             if name not in options:
                 raise ShapeError(
@@ -184,14 +210,23 @@ class Op:
         for p in extra:
             if p.default is not p.empty:
                 options.setdefault(p.name, p.default)
+            elif p.name not in options and p.kind not in (
+                p.VAR_POSITIONAL,
+                p.VAR_KEYWORD,
+            ):
+                raise ShapeError(
+                    f"{self.name} needs the option {p.name!r}",
+                    where=f"{self.name} ({E.user_location()})",
+                    cure=f"pass it by keyword: {p.name}=…",
+                )
         axes = set(self.signature.axes())
         sizes = dict(self.sizes)
         keep: dict[str, Any] = {}
         for k, v in options.items():
             if k in axes:
-                sizes[k] = int(v)
+                (sizes[k],) = A.sizes((v,), f"the axis {k!r}")
                 if k in params:
-                    keep[k] = int(v)
+                    keep[k] = sizes[k]
             elif k in params or any(p.kind == p.VAR_KEYWORD for p in params.values()):
                 keep[k] = v
             else:
@@ -237,6 +272,7 @@ class Op:
         expressions = {}
         for k, v in options.items():
             if k in extra:
+                _check_number(k, v)
                 expressions[k] = E.load(inputs[len(arrays) + extra.index(k)], ())
             else:
                 expressions[k] = _number_node(k, v, k in self.static, scalars)
@@ -318,16 +354,32 @@ def _number_node(
     parameter inside a trace.
     """
     if isinstance(v, Array):
+        _check_number(name, v)
         return E.load(v.stage(), ())
-    if isinstance(v, np.generic):
+    if isinstance(v, (np.generic, np.ndarray)) and v.shape == ():
         v = v.item()
     if static or not is_number(v) or isinstance(v, bool):
         return v
     dtype = "i32" if isinstance(v, int) else "f32"
+    if dtype == "i32" and not -(2**31) <= v < 2**31:
+        raise DTypeError(
+            f"the option {name!r} = {v} does not fit i32",
+            where=E.user_location(),
+            cure="pass a float, or a number in range",
+        )
     if scalars is None:
         return E.size(v, dtype)
     scalars[name] = v
     return E.scalar(name, dtype)
+
+
+def _check_number(name: str, v: Array) -> None:
+    if v.shape:
+        raise ShapeError(
+            f"the option {name!r} is an array of shape {v.shape}; options are numbers",
+            where=E.user_location(),
+            cure="make it an operand, so that the signature names its axes",
+        )
 
 
 def _hashable(v: Any) -> Any:
@@ -364,6 +416,8 @@ def op(
     Raises:
         SignatureError: the text cannot be read.
     """
+
+    S.parse(signature)
 
     def decorate(function: Callable[..., Any]) -> Op:
         return Op(function, signature, sizes, tuple(static))
@@ -402,6 +456,9 @@ class _Traced:
                 self.inputs.append(s)
                 self.positions.append(k)
                 symbols[k] = Array.symbol(s)
+                symbols[k].weak = is_number(leaf) or (
+                    isinstance(leaf, Array) and leaf.weak
+                )
             result = function(*tree.unflatten(structure, symbols))
             self.result_leaves, self.result = tree.flatten(result)
             self.checks = t.checks
@@ -473,6 +530,7 @@ def _as_leaf(leaf: Any) -> Array | None:
         is_number(leaf)
         or isinstance(leaf, (np.ndarray, np.generic))
         or hasattr(leaf, "__array__")
+        or hasattr(leaf, "__dlpack__")
     ):
         return asarray(leaf)
     return None
@@ -528,7 +586,8 @@ class Compiled:
         if unknown:
             raise AxisError(
                 f"donate names {unknown[0]!r}, which is no parameter of "
-                f"{getattr(function, '__name__', function)}"
+                f"{getattr(function, '__name__', function)}",
+                where=E.user_location(),
             )
 
     def _flatten(
@@ -563,7 +622,9 @@ class Compiled:
             id(current_device()),
             structure,
             tuple(
-                (a.shape, a.dtype) if a is not None else ("static", _hashable(x))
+                (a.shape, a.dtype, is_number(x))
+                if a is not None
+                else ("static", _hashable(x))
                 for a, x in zip(arrays, leaves, strict=True)
             ),
         )
@@ -609,9 +670,10 @@ def compile(
         donate: names of parameters whose arrays may be overwritten; they cannot be used
             afterwards.
     """
+    names = (donate,) if isinstance(donate, str) else tuple(donate)
     if function is None:
-        return lambda f: Compiled(f, tuple(donate))
-    return Compiled(function, tuple(donate))
+        return lambda f: Compiled(f, names)
+    return Compiled(function, names)
 
 
 # ------------------------------------------------------------------ derivatives
@@ -777,6 +839,13 @@ def jvp(
     function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Any, Any]:
     """``y, dy = jvp(f, (x,), (tx,))``: the value, and its change along the tangents."""
+    for given in (primals, tangents):
+        if not isinstance(given, (tuple, list)):
+            raise ShapeError(
+                "jvp takes its arguments and their tangents as two tuples",
+                where=E.user_location(),
+                cure="write sd.jvp(f, (x,), (tx,))",
+            )
     traced = _Traced(function, tuple(primals), "jvp")
     given = tree.leaves(tuple(tangents))
     wrt_positions = _differentiable(traced)
@@ -785,7 +854,9 @@ def jvp(
     if len(given) != len(wrt_positions):
         raise ShapeError(
             f"jvp takes a tangent for each of {len(wrt_positions)} float arguments, "
-            f"got {len(given)}"
+            f"got {len(given)}",
+            where=E.user_location(),
+            cure="give tangents the structure of the arguments; None for integers",
         )
     wrt = [traced.inputs[k] for k in wrt_positions]
     directions = [asarray(t, s.dtype) for t, s in zip(given, wrt, strict=True)]
@@ -836,18 +907,30 @@ def value_and_grad(
         DifferentiationError: an argument named in ``argnums`` is an integer or bool
             array, or f gives no scalar.
     """
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    several = argnums if isinstance(argnums, (tuple, list)) else None
+    asked = tuple(
+        A.integer(k, "an entry of argnums", DifferentiationError)
+        for k in ((argnums,) if several is None else several)
+    )
 
     def wrapped(*args: Any, **keywords: Any) -> Any:
+        numbers = tuple(k + len(args) if k < 0 else k for k in asked)
         for k in numbers:
-            if k >= len(args):
+            if not 0 <= k < len(args):
                 raise DifferentiationError(
-                    f"argnums {k}, but there are {len(args)} arguments",
+                    f"argnums {k}, but there are {len(args)} positional arguments",
                     where=E.user_location(),
                 )
             leaf = args[k]
-            if isinstance(leaf, (Array, np.ndarray)) or is_number(leaf):
-                a = asarray(leaf)
+            a = None if leaf is None else _as_leaf(leaf)
+            if a is None and any(x is leaf for x in tree.leaves(leaf)):
+                raise DifferentiationError(
+                    f"argument {k}, named in argnums, is a {type(leaf).__name__}, "
+                    "which holds no arrays",
+                    where=E.user_location(),
+                    cure="pass arrays, or register the class with sd.tree.register",
+                )
+            if a is not None:
                 if isinstance(leaf, int) and not isinstance(leaf, bool):
                     raise DifferentiationError(
                         f"argument {k} is an integer",
@@ -861,13 +944,22 @@ def value_and_grad(
 
         traced = _Traced(call, args, "grad", named=function)
         value = traced.results([Array.symbol(s) for s in traced.outs])
+        if has_aux and not (isinstance(value, (tuple, list)) and len(value) == 2):
+            raise DifferentiationError(
+                "with has_aux the function gives a pair (loss, anything)",
+                where=T_where(function),
+            )
         loss = value[0] if has_aux else value
         if (
             not isinstance(loss, Array)
             or loss.shape != ()
             or loss.dtype not in E.FLOATS
         ):
-            shape = getattr(loss, "shape", type(loss).__name__)
+            shape = (
+                f"{loss.shape} of {loss.dtype}"
+                if isinstance(loss, Array)
+                else f"a {type(loss).__name__}"
+            )
             raise DifferentiationError(
                 "grad needs a function that gives a float scalar; this one gives "
                 f"{shape}",
@@ -909,9 +1001,9 @@ def value_and_grad(
             leaves[position] = by_input[k]
         everything = tree.unflatten(traced.structure, leaves)
         gradient = (
-            everything[numbers[0]]
-            if isinstance(argnums, int)
-            else tuple(everything[k] for k in numbers)
+            tuple(everything[k] for k in numbers)
+            if several is not None
+            else everything[numbers[0]]
         )
         return traced.results(got[:n]), gradient
 

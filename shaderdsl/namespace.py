@@ -11,11 +11,26 @@ from typing import Any
 
 import numpy as np
 
-from .array import Array, asarray, call, dtype_name, is_number, primitive
-from .errors import DTypeError, IndexRangeError, ReductionError
+from .array import (
+    NUMPY,
+    Array,
+    asarray,
+    call,
+    dtype_name,
+    is_number,
+    primitive,
+)
+from .errors import (
+    AxisError,
+    DTypeError,
+    IndexRangeError,
+    ReductionError,
+    ShapeError,
+)
 from .ir import arrays as A
 from .ir import expr as E
 from .ir import trace as T
+from .ir.stage import MONOIDS
 
 
 def _elementwise(name: str, *xs: Any) -> Any:
@@ -95,28 +110,42 @@ def clip(x: Any, low: Any, high: Any) -> Any:
 
 def silu(x: Any) -> Any:
     """x · sigmoid(x)"""
-    return x * sigmoid(x)
+    x, narrow = _wide(x)
+    return narrow(x * sigmoid(x))
 
 
 def gelu(x: Any, approximate: str = "none") -> Any:
     """x · Φ(x); ``approximate="tanh"``: 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³)))"""
-    if approximate == "tanh":
-        return (
-            0.5
-            * x
-            * (1.0 + tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))))
+    if approximate not in ("none", "tanh"):
+        raise ShapeError(
+            f"gelu: approximate is 'none' or 'tanh', not {approximate!r}",
+            where=E.user_location(),
         )
-    if approximate != "none":
-        raise ValueError(f"gelu: approximate is 'none' or 'tanh', not {approximate!r}")
-    return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
+    x, narrow = _wide(x)
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
+        return narrow(0.5 * x * (1.0 + tanh(inner)))
+    return narrow(0.5 * x * (1.0 + erf(x * math.sqrt(0.5))))
+
+
+def _wide(x: Any) -> tuple[Any, Any]:
+    """What several steps compute with, and how their result is stored: f16 arrays are
+    widened once and rounded once.
+    """
+    if isinstance(x, T.Value) or T.inside():
+        return x, lambda y: y
+    a = asarray(x)
+    if a.dtype == "f16":
+        return a.astype("f32"), lambda y: y.astype("f16")
+    return a, lambda y: y
 
 
 def cast(x: Any, dtype: Any) -> Any:
     """Numeric conversion; float to integer saturates, NaN is 0."""
     name = dtype_name(dtype)
-    if isinstance(x, T.Value):
+    if isinstance(x, T.Value) or (T.inside() and is_number(x)):
         value = T.primitive("round_f16", x) if name == "f16" else x
-        return T.Value(E.cast(value.expr, name), x.trace)
+        return T.Value(E.cast(T.unwrap(value), name), T.current())
     return asarray(x).astype(name)
 
 
@@ -149,6 +178,33 @@ def extent(axis: str) -> Any:
 # ------------------------------------------------------------------ reductions
 
 
+def _named(x: Any, over: Any, name: str) -> bool:
+    """Whether a reduction is over named axes: inside an op, and only there, it must."""
+    if isinstance(x, T.Value) or T.inside():
+        if over is None:
+            raise ReductionError(
+                f"sd.{name} inside an op names its axes",
+                where=_here(),
+                cure='write over="d"',
+            )
+        return True
+    if over is not None:
+        raise AxisError(
+            f"over={over!r} names axes of an op; outside of one there are none",
+            where=E.user_location(),
+            cure=f"write sd.{name}(x, axis=…)",
+        )
+    return False
+
+
+def _nothing(x: Any, over: str | None, axis: Any) -> bool:
+    """Whether a reduction of x has nothing to reduce."""
+    if T.inside():
+        trace = T.current()
+        return 0 in [trace.extents[a] for a in trace.axes(over or "")]
+    return 0 in [x.shape[a] for a in A._axes(axis, x.ndim)]
+
+
 def _here() -> str:
     """The op that is being traced, and the user's line."""
     return f"{T.current().name} ({E.user_location()})"
@@ -163,14 +219,8 @@ def _reduction(
     condition: Any,
     name: str,
 ) -> Any:
-    if isinstance(x, T.Value) or T.inside():
-        if over is None:
-            raise ReductionError(
-                f"sd.{name} inside an op names its axes",
-                where=_here(),
-                cure='write over="d"',
-            )
-        return T.reduce(monoid, x, over, condition, f"{T.current().name}_{name}")
+    if _named(x, over, name):
+        return T.reduce(monoid, x, over or "", condition, f"{T.current().name}_{name}")
     arrays = [asarray(x)] + ([asarray(condition)] if condition is not None else [])
     return call(lambda a, c=None: A.reduce(monoid, a, axis, keepdims, c, name), *arrays)
 
@@ -232,12 +282,13 @@ def _count(
 ) -> Any:
     """How many elements take part: a known number, or a sum over the condition."""
     if condition is not None:
-        if isinstance(x, T.Value):
+        if T.inside():
             return sum(cast(condition, "f32"), over)
-        return sum(
-            cast(condition, "f32") + 0.0 * cast(x, "f32"), axis=axis, keepdims=keepdims
-        )
-    if isinstance(x, T.Value) or T.inside():
+        c = asarray(condition)
+        shape = A.broadcast_shape(asarray(x).shape, c.shape)
+        taking = broadcast_to(cast(c, "f32"), shape)
+        return sum(taking, axis=axis, keepdims=keepdims)
+    if T.inside():
         trace = T.current()
         value: Any = None
         for a in trace.axes(over or ""):
@@ -261,8 +312,12 @@ def mean(
     where: Any = None,
 ) -> Any:
     """Σ x / n over axes; n counts the elements that take part."""
+    _named(x, over, "mean")
+    x, narrow = _wide(x)
+    # Integers are added as floats: their sum may not fit.
+    x = cast(x, "f32")
     total = _reduction("sum", x, over, axis, keepdims, where, "mean")
-    return total / _count(x, over, axis, where, keepdims, "mean")
+    return narrow(total / _count(x, over, axis, where, keepdims, "mean"))
 
 
 def var(
@@ -274,9 +329,11 @@ def var(
     where: Any = None,
 ) -> Any:
     """Population variance, in two passes: mean((x - mean(x))²)"""
+    _named(x, over, "var")
+    x, narrow = _wide(x)
     centre = mean(x, over, axis=axis, keepdims=True, where=where)
     d = x - centre
-    return mean(d * d, over, axis=axis, keepdims=keepdims, where=where)
+    return narrow(mean(d * d, over, axis=axis, keepdims=keepdims, where=where))
 
 
 def logsumexp(
@@ -288,6 +345,10 @@ def logsumexp(
     where: Any = None,
 ) -> Any:
     """log Σ eˣ, shifted by the maximum; -inf where nothing takes part."""
+    _named(x, over, "logsumexp")
+    x, narrow = _wide(x)
+    if _nothing(x, over, axis):
+        return log(sum(exp(x), over, axis=axis, keepdims=keepdims))
     m = max(x, over, axis=axis, keepdims=True, where=where)
     # The shift is finite, so that -inf - (-inf) never arises.
     m = stop_gradient(_select(isinf(m), 0.0, m))
@@ -298,14 +359,17 @@ def logsumexp(
         result = result.reshape(
             tuple(n for a, n in enumerate(result.shape) if a not in gone)
         )
-    return result
+    return narrow(result)
 
 
 def softmax(
     x: Any, over: str | None = None, *, axis: Any = -1, where: Any = None
 ) -> Any:
     """eˣ / Σ eˣ, shifted by the maximum. A row with nothing in it gives zeros."""
-    axis = None if over is not None else axis
+    axis = axis if _named(x, over, "softmax") is False else None
+    x, narrow = _wide(x)
+    if _nothing(x, over, axis):
+        return narrow(exp(x))
     m = max(x, over, axis=axis, keepdims=True, where=where)
     m = stop_gradient(_select(isinf(m), 0.0, m))
     e = exp(x - m)
@@ -313,7 +377,7 @@ def softmax(
         e = _select(where, e, 0.0)
     s = sum(e, over, axis=axis, keepdims=True)
     # Every element -inf (or masked): 0 / 0 is defined to be 0.
-    return e / _select(s == 0.0, 1.0, s)
+    return narrow(e / _select(s == 0.0, 1.0, s))
 
 
 def _select(c: Any, a: Any, b: Any) -> Any:
@@ -350,21 +414,48 @@ def _as_count(x: Any) -> Any:
 
 
 def argmax(
-    x: Any, over: str | None = None, *, axis: Any = None, keepdims: bool = False
+    x: Any,
+    over: str | None = None,
+    *,
+    axis: Any = None,
+    keepdims: bool = False,
+    where: Any = None,
 ) -> Any:
-    """Index of the first greatest element, i32; of the first NaN where there is one."""
-    return _arg("max", x, over, axis, keepdims)
+    """Index of the first greatest element, i32; of the first NaN where there is one.
+
+    Elements where the condition fails do not take part; where none does it is 0.
+    """
+    return _arg("max", x, over, axis, keepdims, where)
 
 
 def argmin(
-    x: Any, over: str | None = None, *, axis: Any = None, keepdims: bool = False
+    x: Any,
+    over: str | None = None,
+    *,
+    axis: Any = None,
+    keepdims: bool = False,
+    where: Any = None,
 ) -> Any:
-    """Index of the first least element, i32; of the first NaN where there is one."""
-    return _arg("min", x, over, axis, keepdims)
+    """Index of the first least element, i32; of the first NaN where there is one.
+
+    Elements where the condition fails do not take part; where none does it is 0.
+    """
+    return _arg("min", x, over, axis, keepdims, where)
 
 
-def _arg(monoid: str, x: Any, over: str | None, axis: Any, keepdims: bool) -> Any:
-    if isinstance(x, T.Value):
+def _arg(
+    monoid: str, x: Any, over: str | None, axis: Any, keepdims: bool, condition: Any
+) -> Any:
+    named = _named(x, over, f"arg{monoid}")
+    if condition is not None:
+        x = x if isinstance(x, T.Value) or named else asarray(x)
+        if named:
+            x = T.Value(T.unwrap(x), T.current())
+        identity = MONOIDS[monoid].identity
+        kind = "f32" if x.dtype == "f16" else "i32" if x.dtype == "bool" else x.dtype
+        x = _select(condition, x, identity[kind])
+    if named:
+        x = T.Value(T.unwrap(x), T.current())
         trace = T.current()
         axes = trace.axes(over or "")
         if len(axes) != 1:
@@ -388,11 +479,20 @@ def _arg(monoid: str, x: Any, over: str | None, axis: Any, keepdims: bool) -> An
     return call(lambda a: A.arg_extreme(monoid, a, axis, keepdims), asarray(x))
 
 
-def cumsum(x: Any, over: str | None = None, *, axis: int = -1) -> Any:
-    """Running sum along one axis."""
-    if isinstance(x, T.Value):
+def cumsum(
+    x: Any, over: str | None = None, *, axis: int = -1, where: Any = None
+) -> Any:
+    """Running sum along one axis; elements where the condition fails count as 0."""
+    named = _named(x, over, "cumsum")
+    if where is not None:
+        x = _select(where, x if named else asarray(x), 0)
+    if named:
+        x = T.Value(T.unwrap(x), T.current())
         trace = T.current()
-        (a,) = trace.axes(over or "")
+        axes = trace.axes(over or "")
+        if len(axes) != 1:
+            raise AxisError(f"cumsum is over one axis, not {over!r}", where=_here())
+        (a,) = axes
         trace.extents.append(trace.extents[a])
         j = len(trace.extents) - 1
         body = E.substitute(x.expr, {a: E.index(j)})
@@ -413,11 +513,7 @@ def array(x: Any, dtype: Any = None) -> Array:
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
-    return (
-        (int(shape),)
-        if isinstance(shape, (int, np.integer))
-        else tuple(int(n) for n in shape)
-    )
+    return A.sizes(shape, "an array")
 
 
 def full(shape: Any, value: Any, dtype: Any = None) -> Array:
@@ -454,6 +550,8 @@ def ones_like(x: Any) -> Array:
 
 def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> Array:
     """Evenly spaced numbers, as in NumPy."""
+    if step == 0:
+        raise ShapeError("arange with a step of 0", where=E.user_location())
     values = np.arange(start) if stop is None else np.arange(start, stop, step)
     name = (
         dtype_name(dtype)
@@ -465,7 +563,7 @@ def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> Ar
 
 def reshape(x: Any, shape: Any) -> Array:
     """The same elements under another shape."""
-    return asarray(x).reshape(_shape(shape))
+    return asarray(x).reshape(shape)
 
 
 def transpose(x: Any, axes: Sequence[int] | None = None) -> Array:
@@ -475,7 +573,8 @@ def transpose(x: Any, axes: Sequence[int] | None = None) -> Array:
 
 def broadcast_to(x: Any, shape: Any) -> Array:
     """The array stretched to a shape."""
-    return call(lambda a: A.broadcast_to(a, _shape(shape)), asarray(x))
+    sizes = _shape(shape)
+    return call(lambda a: A.broadcast_to(a, sizes), asarray(x))
 
 
 def matmul(a: Any, b: Any) -> Array:
@@ -498,12 +597,22 @@ def pad(x: Any, widths: Any, value: float = 0.0) -> Array:
     one pair, or one number.
     """
     a = asarray(x)
-    if isinstance(widths, int):
-        widths = [(widths, widths)] * a.ndim
-    elif len(widths) == 2 and builtins.all(isinstance(w, int) for w in widths):
-        widths = [tuple(widths)] * a.ndim
-    pairs = [tuple(w) for w in widths]
-    number = int(value) if a.dtype in E.INTS else float(value)
+    given = np.asarray(widths)
+    if given.dtype.kind not in "iu" or given.shape not in ((), (2,), (a.ndim, 2)):
+        raise ShapeError(
+            f"pad widths {widths!r} for an array with {a.ndim} dimensions",
+            where=E.user_location(),
+            cure="give a pair of integers for each axis, one pair, or one integer",
+        )
+    pairs = [(int(p), int(q)) for p, q in np.broadcast_to(given, (a.ndim, 2))]
+    number = float(value)
+    if a.dtype in E.INTS:
+        info = np.iinfo(NUMPY[a.dtype])
+        if not number.is_integer() or not info.min <= number <= info.max:
+            raise DTypeError(
+                f"pad: the value {value} is no {a.dtype}", where=E.user_location()
+            )
+        number = int(value)
     return call(lambda s: A.pad(s, pairs, E.const(number)), a)
 
 
@@ -522,8 +631,8 @@ def update_slice(base: Any, new: Any, *, axis: int, start: Any) -> Array:
         IndexRangeError: a start known on the host, beyond what fits.
     """
     b, n = asarray(base), asarray(new)
-    if is_number(start) or isinstance(start, np.integer):
-        start = int(start)
+    if is_number(start) or isinstance(start, np.generic):
+        start = A.integer(start, "the start of update_slice")
         a = A.normal_axis(axis, b.ndim)
         if start < 0 or start + n.shape[a] > b.shape[a]:
             raise IndexRangeError(
@@ -532,7 +641,12 @@ def update_slice(base: Any, new: Any, *, axis: int, start: Any) -> Array:
                 where=E.user_location(),
             )
         return call(lambda x, y, s: A.update_slice(x, y, axis, s), b, n, start)
-    s = asarray(start, "i32")
+    s = asarray(start)
+    if s.shape or s.dtype not in E.INTS:
+        raise ShapeError(
+            f"the start of update_slice is {s.dtype}{list(s.shape)}; it is one integer",
+            where=E.user_location(),
+        )
     return call(lambda x, y, z: A.update_slice(x, y, axis, E.load(z, ())), b, n, s)
 
 

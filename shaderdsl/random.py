@@ -14,6 +14,7 @@ import numpy as np
 
 from .array import Array, asarray, call
 from .errors import DTypeError, ShapeError
+from .ir import arrays as A
 from .ir import expr as E
 from .ir.expr import Expr
 from .ir.stage import Stage, map_stage
@@ -74,7 +75,7 @@ def _check(k: Any, shape: Any) -> tuple[Array, tuple[int, ...]]:
         raise ShapeError(
             f"a random key has shape (2,), not {a.shape}", where=E.user_location()
         )
-    return a, (shape,) if isinstance(shape, int) else tuple(shape)
+    return a, A.sizes(shape, "an array")
 
 
 def bits(k: Any, shape: Any) -> Array:
@@ -88,6 +89,7 @@ def bits(k: Any, shape: Any) -> Array:
 def split(k: Any, num: int = 2) -> Array:
     """``num`` independent keys, shape [num, 2]."""
     a, _ = _check(k, ())
+    (num,) = A.sizes((num,), "an array of keys")
 
     def build(s: Stage) -> Stage:
         k0, k1 = (E.load(s, [E.const(j)]) for j in (0, 1))

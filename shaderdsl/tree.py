@@ -4,6 +4,7 @@ put together again.
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,17 @@ class Structure:
     children: tuple[Structure, ...]
     leaves: int
 
+
+register(
+    OrderedDict,
+    lambda x: (list(x.values()), tuple(x)),
+    lambda key, parts: OrderedDict(zip(key, parts, strict=True)),
+)
+register(
+    defaultdict,
+    lambda x: (list(x.values()), (x.default_factory, tuple(x))),
+    lambda key, parts: defaultdict(key[0], zip(key[1], parts, strict=True)),
+)
 
 _LEAF = Structure(None, None, (), 1)
 _NONE = Structure("none", None, (), 0)

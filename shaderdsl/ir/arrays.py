@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import AxisError, DTypeError, IndexRangeError, ReductionError, ShapeError
+import numpy as np
+
+from ..errors import (
+    AxisError,
+    DTypeError,
+    IndexRangeError,
+    ReductionError,
+    ShaderError,
+    ShapeError,
+)
 from . import expr as E
 from .expr import Expr
 from .indexmap import Affine, merge, split
@@ -20,8 +30,28 @@ from .stage import MONOIDS, Stage, make_reduce, map_stage, whole
 Operand = Stage | Expr  # an array, or a number (constant or runtime scalar)
 
 
+def integer(x: Any, what: str, error: type[ShaderError] = ShapeError) -> int:
+    """A Python integer from anything that is one (NumPy's included)."""
+    try:
+        return operator.index(x)
+    except TypeError:
+        raise error(
+            f"{what} is an integer, not {x!r}", where=E.user_location()
+        ) from None
+
+
+def sizes(shape: Any, what: str) -> tuple[int, ...]:
+    """The sizes of a new array: one number or several, none below zero."""
+    many = shape if isinstance(shape, (tuple, list, np.ndarray)) else (shape,)
+    out = tuple(integer(n, f"a size of {what}") for n in many)
+    if any(n < 0 for n in out):
+        raise ShapeError(f"{what} of negative size {out}", where=E.user_location())
+    return out
+
+
 def normal_axis(axis: int, rank: int) -> int:
     """A possibly negative axis as a position."""
+    axis = integer(axis, "an axis", AxisError)
     if not -rank <= axis < rank:
         raise AxisError(
             f"axis {axis} of an array with {rank} dimensions", where=E.user_location()
@@ -115,9 +145,8 @@ def arange(n: int, start: Expr, step: Expr, dtype: str) -> Stage:
 def _axes(axis: int | Sequence[int] | None, rank: int) -> list[int]:
     if axis is None:
         return list(range(rank))
-    chosen = [
-        normal_axis(a, rank) for a in ((axis,) if isinstance(axis, int) else axis)
-    ]
+    many = axis if isinstance(axis, (tuple, list)) else (axis,)
+    chosen = [normal_axis(a, rank) for a in many]
     if len(set(chosen)) != len(chosen):
         raise AxisError(f"axis {axis} names an axis twice", where=E.user_location())
     return sorted(chosen)
@@ -178,7 +207,7 @@ def count(shape: Sequence[int], axis: int | Sequence[int] | None) -> int:
 
 
 def arg_extreme(monoid: str, x: Stage, axis: int | None, keepdims: bool) -> Stage:
-    """Index of the first greatest (least) element; of the first NaN where there is one."""
+    """Index of the first greatest (least) element, or of the first NaN."""
     if axis is None:
         x, axis = reshape(x, (x.size,)), 0
     a = normal_axis(axis, len(x.shape))
@@ -270,10 +299,11 @@ def matmul(a: Stage, b: Stage) -> Stage:
 
 def reshape(x: Stage, shape: Sequence[int]) -> Stage:
     """The same elements in row-major order under another shape; one size may be -1."""
-    new = list(shape)
-    if new.count(-1) > 1:
+    new = [integer(n, "a size of reshape") for n in shape]
+    if new.count(-1) > 1 or any(n < -1 for n in new):
         raise ShapeError(
-            f"reshape to {tuple(shape)}: more than one -1", where=E.user_location()
+            f"reshape to {tuple(new)}: one size may be -1, the others are not negative",
+            where=E.user_location(),
         )
     if -1 in new:
         rest = math.prod(n for n in new if n != -1)
@@ -367,6 +397,8 @@ def get(x: Stage, key: Any, arrays: Sequence[Stage]) -> Stage:
             f"{used} indices for {len(x.shape)} dimensions {x.shape}",
             where=E.user_location(),
         )
+    if items.count(Ellipsis) > 1:
+        raise AxisError("an index has one '...' at most", where=E.user_location())
     if Ellipsis in items:
         at = items.index(Ellipsis)
         items[at : at + 1] = [slice(None)] * (len(x.shape) - used)
@@ -381,6 +413,10 @@ def get(x: Stage, key: Any, arrays: Sequence[Stage]) -> Stage:
             continue
         n = x.shape[axis]
         if isinstance(i, slice):
+            if i.step == 0:
+                raise IndexRangeError(
+                    "a slice of step 0", where=E.user_location(), cure="use another"
+                )
             start, stop, step = i.indices(n)
             length = len(range(start, stop, step))
             idx.append(

@@ -172,8 +172,30 @@ def cast(value: Expr, dtype: str) -> Expr:
         and dtype != "bool"
         and (dtype == "f32" or float(value.data).is_integer())
     ):
-        return const(float(value.data) if dtype == "f32" else int(value.data), dtype)
+        if dtype == "f32":
+            return const(float(value.data), dtype)
+        return const(_fitted(int(value.data), value.dtype, dtype), dtype)
     return _make("apply", (value,), "to_" + dtype, dtype, value.free, "to_" + dtype)
+
+
+def _fitted(n: int, source: str, dtype: str) -> int:
+    """An integer in the range of a dtype: floats saturate, integers wrap."""
+    low = 0 if dtype == "u32" else -(1 << 31)
+    if source == "f32":
+        return min(max(n, low), low + (1 << 32) - 1)
+    return (n - low) % (1 << 32) + low
+
+
+def _fitting(args: list[Expr], dtype: str) -> list[Expr]:
+    """Weak integers take a dtype, if they can."""
+    low = 0 if dtype == "u32" else -(1 << 31)
+    for a in args:
+        if a.kind in ("const", "size") and not low <= a.data < low + (1 << 32):
+            raise DTypeError(
+                f"the number {a.data} does not fit {dtype}",
+                cure="use a float, or a number in range",
+            )
+    return [cast(a, dtype) for a in args]
 
 
 def promote(args: list[Expr], where: str = "") -> list[Expr]:
@@ -190,7 +212,7 @@ def promote(args: list[Expr], where: str = "") -> list[Expr]:
         )
     for dtype in ("u32", "i32"):
         if dtype in kinds:
-            return [cast(a, dtype) for a in args]
+            return _fitting(args, dtype)
     if kinds == {"bool"} and any(a.dtype == "i32" for a in args):
         return [cast(a, "i32") for a in args]
     return args
@@ -204,6 +226,8 @@ def apply(name: str, *operands: Expr | bool | int | float) -> Expr:
 
     prim = PRIMITIVES[name]
     args = prim.prepare([lift(a) for a in operands])
+    if name == "neg" and args[0].dtype == "u32":
+        return apply("sub", const(0, "u32"), args[0])
     simple = _simplify(name, args)
     if simple is not None:
         return simple
@@ -392,21 +416,7 @@ def guard(conditions: Iterable[Expr], value: Expr) -> Expr:
 # ------------------------------------------------------------------ where the user
 # wrote it
 
-_HERE = __file__.rsplit("/ir/", 1)[0] + "/"
-_OWN = tuple(
-    _HERE + d
-    for d in (
-        "ir/",
-        "codegen/",
-        "runtime/",
-        "ops/",
-        "nn/",
-        "function.py",
-        "array.py",
-        "namespace.py",
-        "random.py",
-    )
-)
+_OWN = __file__.rsplit("/ir/", 1)[0] + "/"
 
 
 def user_location(skip: int = 1) -> str | None:

@@ -14,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import AxisError, ShapeError, SignatureError
+from .expr import user_location
 
-_NAME = re.compile(r"[A-Za-z_]\w*$")
-_TERM = re.compile(r"([+-]?)\s*([A-Za-z_]\w*|\d+)")
+_NAME = re.compile(r"[^\W\d]\w*$")
+_TERM = re.compile(r"([+-]?)([^\W\d]\w*|\d+)")
+_EXTENT = re.compile(r"([^\W\d]\w*|\d+)([+-]([^\W\d]\w*|\d+))+$")
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,16 @@ def parse(text: str) -> Signature:
     Raises:
         SignatureError: with the part that cannot be read.
     """
+    if not isinstance(text, str):
+        raise SignatureError(
+            f"an op is defined with its signature, not with {text!r}",
+            where=user_location(),
+            cure='write @sd.op("t d -> t")',
+        )
     if text.count("->") != 1:
         raise SignatureError(
             f"{text!r} needs exactly one '->'",
+            where=user_location(),
             cure="write 'operands -> result', e.g. 't d, d -> t d'",
         )
     left, right = text.split("->")
@@ -73,7 +82,7 @@ def _operand(part: str, text: str) -> tuple[Dim, ...]:
             dims.append(_group(token[1:-1].strip(), text))
         elif _NAME.match(token):
             dims.append(Dim("merged", (token,), token))
-        elif re.fullmatch(r"[\w+-]+", token) and not token.isdigit():
+        elif _EXTENT.match(token) and any(not n.isdigit() for _, n in terms(token)):
             dims.append(
                 Dim(
                     "derived",
@@ -82,22 +91,29 @@ def _operand(part: str, text: str) -> tuple[Dim, ...]:
                 )
             )
         else:
-            raise SignatureError(f"cannot read {token!r} in the signature {text!r}")
+            raise SignatureError(
+                f"cannot read {token!r} in the signature {text!r}",
+                where=user_location(),
+                cure="an operand is a list of axes: 't', '(h p)', '(a+b)', 't-k+1'",
+            )
     if sum(d.kind == "ellipsis" for d in dims) > 1:
-        raise SignatureError(f"two '...' in one operand of {text!r}")
+        raise SignatureError(
+            f"two '...' in one operand of {text!r}", where=user_location()
+        )
     return tuple(dims)
 
 
 def _group(inner: str, text: str) -> Dim:
     if "+" in inner and "-" not in inner:
         pieces = tuple(p.strip() for p in inner.split("+"))
-        if all(_NAME.match(p) for p in pieces):
+        if all(_NAME.match(p) for p in pieces) and len(set(pieces)) == len(pieces):
             return Dim("joined", pieces, "(" + "+".join(pieces) + ")")
     names = tuple(inner.split())
     if names and all(_NAME.match(n) for n in names):
         return Dim("merged", names, f"({' '.join(names)})")
     raise SignatureError(
         f"cannot read '({inner})' in the signature {text!r}",
+        where=user_location(),
         cure="'(h p)' merges, '(a+b)' joins",
     )
 
