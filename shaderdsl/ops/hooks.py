@@ -31,12 +31,14 @@ def check_heads(q: Any, k: Any, v: Any) -> None:
     for name, shape in (("q", a), ("k", b), ("v", c)):
         if shape and len(shape) < 3:
             raise ShapeError(
-                f"{name} has shape {shape}; attention takes [..., heads, length, d]",
+                f"argument {name!r} has shape {shape}; attention takes "
+                "[..., heads, length, d]",
                 where=where,
             )
     if a and b and b[-3] and a[-3] % b[-3]:
         raise ShapeError(
-            f"{a[-3]} query heads do not share {b[-3]} key and value heads evenly",
+            f"argument 'q': {a[-3]} query heads do not share {b[-3]} key and value "
+            "heads evenly",
             where=where,
             cure="the number of query heads must be a multiple of that of kv heads",
         )
