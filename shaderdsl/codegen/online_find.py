@@ -165,6 +165,7 @@ def find_chains(
     """All chains of a graph."""
     none = Found(anchors, anchors)
     products = find_products(order, anchors, outs) if target.online else {}
+    products = {x: m for x, m in products.items() if x.nbytes >= target.online_from}
     soft = soft_maps(order, products)
     # A product of what a product gives is none: it could not be computed again.
     products = {

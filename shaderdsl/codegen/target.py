@@ -63,6 +63,7 @@ class Target:
             Browsers want it, wgpu's own front end refuses it.
         online: whether products of products run in one pass (attention); without, each
             stage is a kernel of its own, which is what tests compare with.
+        online_from: bytes of scores from which they are computed again and not stored.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Target:
     loop_budget: int = UNBOUNDED_LOOP_BUDGET
     enable_subgroups_directive: bool = False
     online: bool = True
+    online_from: int = 0
 
     def portable(self) -> Target:
         """The same device held to what every WebGPU implementation guarantees."""

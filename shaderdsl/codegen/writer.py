@@ -130,7 +130,7 @@ class Writer:
 
     def level(self, mask: int) -> int:
         """The block in which all these axes are known."""
-        return max((self.depth[a] for a in E.bits(mask)), default=self.base)
+        return max([self.base, *(self.depth[a] for a in E.bits(mask))])
 
     # -------------------------------------------------------------- parameters and
     # bindings

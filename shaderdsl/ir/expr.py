@@ -8,6 +8,7 @@ so a common subexpression costs nothing to find and a memo can be keyed by the n
 from __future__ import annotations
 
 import math
+import operator
 import struct
 import sys
 import weakref
@@ -246,6 +247,14 @@ def _is(e: Expr, value: float) -> bool:
     return e.kind == "const" and e.dtype != "bool" and e.data == value
 
 
+_COMPARE: dict[str, Callable[[int, int], bool]] = {
+    "lt": operator.lt,
+    "le": operator.le,
+    "eq": operator.eq,
+    "ne": operator.ne,
+}
+
+
 def _simplify(name: str, a: list[Expr]) -> Expr | None:
     if name == "where":
         if a[1] is a[2]:
@@ -258,6 +267,8 @@ def _simplify(name: str, a: list[Expr]) -> Expr | None:
             if a[i].kind == "const" and a[i].dtype == "bool":
                 return a[1 - i] if a[i].data else a[i]
         return a[0] if a[0] is a[1] else None
+    if name in _COMPARE and all(x.kind == "const" and x.dtype in INTS for x in a):
+        return const(_COMPARE[name](a[0].data, a[1].data))
     folds = name in ("add", "sub", "mul", "neg") and a[0].dtype != "bool"
     if folds and all(x.kind == "const" for x in a):
         return _fold(name, a)
