@@ -25,6 +25,19 @@ FOLDER = Path(__file__).parent / "data" / "ops_ref"
 RTOL, ATOL = 1e-4, 1e-5
 
 
+@pytest.fixture(autouse=True)
+def one_pass_at_any_size(request):
+    """GPUs store small scores; here they take one pass too."""
+    if "device" not in request.fixturenames:
+        yield
+        return
+    device = request.getfixturevalue("device")
+    before = device.target
+    device.target = dataclasses.replace(before, online_from=0)
+    yield
+    device.target = before
+
+
 def make(*shape, seed=0):
     rng = np.random.default_rng([seed, *shape])
     return rng.standard_normal(shape).astype(np.float32)
