@@ -353,7 +353,9 @@ def logsumexp(
     # The shift is finite, so that -inf - (-inf) never arises.
     m = stop_gradient(_select(isinf(m), 0.0, m))
     s = sum(exp(x - m), over, axis=axis, keepdims=True, where=where)
-    result = log(s) + m
+    # Of a row of nothing but -inf the derivative is 0, not 0 / 0.
+    empty = s == 0.0
+    result = _select(empty, -math.inf, log(_select(empty, 1.0, s)) + m)
     if isinstance(result, Array) and not keepdims:
         gone = A._axes(axis, len(x.shape))
         result = result.reshape(

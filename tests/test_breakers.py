@@ -426,3 +426,98 @@ def test_indices_and_conditions_that_share_parts(device):
 
     with pytest.raises(IndexRangeError, match="runs from -1 to 1"):
         run("t -> t", unguarded, V)
+
+
+# ------------------------------------------------------------------ zeros times infinity
+
+NAN, INF = np.nan, np.inf
+
+
+def f32(*xs):
+    return np.array(xs, F32)
+
+
+def gradient(f, *xs):
+    return sd.grad(lambda *a: sd.sum(f(*a)))(*xs)
+
+
+def test_a_row_of_nothing_but_minus_infinity_has_no_gradient(device):
+    x = np.array([[-INF, -INF], [1, -INF]], F32)
+    close(sd.logsumexp(x, axis=1), [-INF, 1])
+    close(gradient(lambda x: sd.logsumexp(x, axis=1), x), [[0, 0], [1, 0]])
+    close(gradient(lambda x: sd.softmax(x, axis=1) * f32(1, 2), x), [[0, 0], [0, 0]])
+    op = sd.op("t d -> t")(lambda x: sd.logsumexp(x, over="d"))
+    close(gradient(op, x), [[0, 0], [1, 0]])
+
+
+def test_what_does_not_take_part_has_no_gradient(device):
+    x = np.array([[1, NAN], [3, 5]], F32)
+    c = ~np.isnan(x)
+    close(gradient(lambda x: sd.mean(x, axis=1, where=c), x), [[1, 0], [0.5, 0.5]])
+    close(gradient(lambda x: sd.var(x, axis=1, where=c), x), [[0, 0], [-1, 1]])
+    p = 1 / (1 + np.exp(2))
+    close(gradient(lambda x: sd.logsumexp(x, axis=1, where=c), x), [[1, 0], [p, 1 - p]])
+    y = gradient(lambda x: sd.softmax(x, axis=1, where=c) * f32(1, 2), x)
+    close(y, [[0, 0], [-p * (1 - p), p * (1 - p)]])
+
+
+def test_positions_that_are_not_read_have_no_gradient(device):
+    x = f32(NAN, INF, 1, 2)
+    e = np.exp(x[2:].astype(np.float64))
+    close(gradient(lambda x: sd.exp(x * x)[2:], x), [0, 0, 2 * e[0], 4 * np.exp(4.0)])
+    close(gradient(lambda x: sd.where(x < 2, sd.log(x), 0.0)[2:], x), [0, 0, 1, 0])
+    twice = gradient(lambda x: (lambda y: y[2:] + y[2:] * y[2:])(sd.exp(x)), x)
+    close(twice, [0, 0, *(e + 2 * e * e)])
+
+
+@pytest.mark.parametrize(
+    "name", ["exp", "exp2", "expm1", "sinh", "cosh", "log", "sqrt"]
+)
+def test_no_cotangent_no_gradient(device, name):
+    x = f32(0, 1e4, 1)
+    _, pullback = sd.vjp(getattr(sd, name), x)
+    got = np.asarray(pullback(f32(0, 0, 0)))
+    close(got, [0, 0, 0])
+
+
+def test_no_cotangent_for_one_element(device):
+    _, pullback = sd.vjp(sd.pow, f32(0), f32(0.5))
+    for g in pullback(f32(0)):
+        close(g, [0])
+
+
+def hessian(f, x):
+    rows = [sd.jvp(sd.grad(f), (x,), (e,))[1] for e in np.eye(len(x), dtype=F32)]
+    return np.stack([r.numpy() for r in rows])
+
+
+@pytest.mark.parametrize("x", [(2, 4, 3), (2, 0, 3), (0, 0, 3), (0, 0, 0)], ids=str)
+def test_products_with_zeros_have_second_derivatives(device, x):
+    x = f32(*x)
+    expected = [[0 if i == j else x[3 - i - j] for j in range(3)] for i in range(3)]
+    close(hessian(sd.prod, x), expected)
+    first = sd.grad(lambda a: sd.sum(sd.grad(sd.prod)(a) * f32(1, 2, 3)))(x)
+    close(first, np.array(expected) @ [1, 2, 3])
+
+
+def test_products_of_tiny_and_huge(device):
+    close(sd.grad(sd.prod)(f32(1e-25, 1e-25, 1e25)), [1, 1, 0])
+    x = np.ones((3, 4000), F32)
+    x[0, 7] = x[1, 8] = x[1, 9] = 0
+    got = gradient(lambda x: sd.prod(x, axis=1), x).numpy()
+    close(got[2], np.ones(4000))
+    assert got[0].sum() == got[0, 7] == 1 and not got[1].any()
+
+
+def test_gradients_in_range_when_squares_are_not(device):
+    ga, gb = sd.vjp(sd.atan2, f32(1, 1e-25, 1e25), f32(2, 1e-25, 1e25))[1](f32(1, 1, 1))
+    np.testing.assert_allclose(ga.numpy(), f32(0.4, 5e24, 5e-26), 1e-5)
+    np.testing.assert_allclose(gb.numpy(), f32(-0.2, -5e24, -5e-26), 1e-5)
+
+
+def test_a_cast_to_f16_rounds_also_where_it_is_not_stored(device):
+    x = f32(0.1, 1e-9, 7e4)
+    got = sd.compile(lambda a: a.astype("f16").astype("f32") * 1.0)(x)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(got.numpy(), x.astype(np.float16).astype(F32))
+    close(gradient(lambda a: a.astype("f16").astype("f32") * 3, f32(0.1)), [3])

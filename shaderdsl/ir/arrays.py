@@ -112,6 +112,9 @@ def elementwise(name: str, *xs: Operand) -> Stage:
 def cast(x: Stage, dtype: str) -> Stage:
     """Another dtype; f16 rounds when it is stored."""
     body = E.cast(whole(x), dtype)
+    if dtype == "f16" and x.dtype != "f16":
+        # Rounded here too, where the result is used without being stored.
+        body = E.apply("round_f16", body)
     return map_stage(
         x.ext, body, "cast", groups=x.groups, dtype=dtype, loc=E.user_location()
     )

@@ -17,7 +17,15 @@ from . import remat, verify
 from .expr import Expr
 from .indexmap import Affine, affine, digits, merge, split
 from .primitives import PRIMITIVES
-from .stage import Groups, Stage, make_reduce, map_stage, topo_stages, whole
+from .stage import (
+    Groups,
+    Stage,
+    inline_load,
+    make_reduce,
+    map_stage,
+    topo_stages,
+    whole,
+)
 
 # A contribution to an adjoint: given the adjoint's axes (extents, groups), an
 # expression over them.
@@ -120,7 +128,7 @@ def _collect(s: Stage, adjoint: _Adjoint) -> Stage:
     total: Expr | None = None
     for part in adjoint.parts:
         value = part(ext, groups)
-        total = value if total is None else total + value
+        total = value if total is None else _add(total, value)
     assert total is not None
     return map_stage(ext, total, f"d_{s.name}", groups=groups, dtype="f32", loc=s.loc)
 
@@ -132,7 +140,7 @@ def _pull_stage(
     that it loads.
     """
     assert s.body is not None
-    g = _pull_monoid(s, E.load(a, [merge(group, s.ext) for group in s.groups]))
+    g = _pull_monoid(s, _guarded(a, [merge(x, s.ext) for x in s.groups], s.space))
     hot = _dependent(s, dep)
     local: dict[Expr, Expr] = {s.body: g}
     for n in reversed(E.values(s.body)):
@@ -153,7 +161,24 @@ def _pull_stage(
             p = E.guard(conditions, p)
             if p.loc is None:
                 p.loc = n.loc
-            local[x] = local[x] + p if x in local else p
+            local[x] = _add(local[x], p) if x in local else p
+
+
+def _guarded(a: Stage, at: Sequence[Expr], space: Sequence[int]) -> Expr:
+    """The load of an adjoint, under the conditions outside of which it is a structural
+    zero: there, whatever it is multiplied by, it stays zero.
+    """
+    value = E.load(a, at)
+    if a.kind != "map" or value.kind != "load":
+        return value
+    conditions, _ = _peel(inline_load(value, at, space))
+    return E.guard(conditions, value)
+
+
+def _add(a: Expr, b: Expr) -> Expr:
+    """The sum of two cotangents; conditions that both have stay outside."""
+    (first, x), (second, y) = _peel(a), _peel(b)
+    return E.guard(first, x + y) if first and first == second else a + b
 
 
 def _peel(g: Expr) -> tuple[list[Expr], Expr]:
@@ -191,6 +216,8 @@ def monoid_partial(s: Stage) -> Expr:
         count = make_reduce("sum", hit, out, red, space, f"{s.name}_ties", loc=s.loc)
         return E.where(E.apply("eq", x, y), 1.0 / count, 0.0)
     if s.monoid == "prod":
+        if math.prod(s.ext) * math.prod(s.rext) ** 2 <= _FEW:
+            return _others(s)
         is_zero = E.apply("eq", x, 0.0)
         zeros = make_reduce(
             "sum",
@@ -214,6 +241,32 @@ def monoid_partial(s: Stage) -> Expr:
         elsewhere = E.where(E.apply("eq", zeros, 0.0), others / x, 0.0)
         return E.where(is_zero, at_zero, elsewhere)
     raise CompilerError(f"no derivative for the monoid {s.monoid}")
+
+
+# Up to so many factors in all, the product of the others is taken factor by factor.
+_FEW = 1 << 22
+
+
+def _others(s: Stage) -> Expr:
+    """∏ over j ≠ i of x[j]: exact with zeros, also when it is differentiated again."""
+    assert s.body is not None
+    no, n = len(s.ext), len(s.rext)
+    extents = [*s.space, *s.rext]
+    body = E.substitute(s.body, {no + k: E.index(no + n + k) for k in range(n)})
+    same = E.all_of(
+        E.apply("eq", E.index(no + k), E.index(no + n + k)) for k in range(n)
+    )
+    assert same is not None
+    factors = E.where(same, 1.0, body)
+    return make_reduce(
+        "prod",
+        factors,
+        range(no + n),
+        range(no + n, no + 2 * n),
+        extents,
+        f"{s.name}_others",
+        loc=s.loc,
+    )
 
 
 def _refine(adjoint: _Adjoint, n: Expr, space: Sequence[int]) -> None:

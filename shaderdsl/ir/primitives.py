@@ -97,6 +97,16 @@ def _safe(g: Expr, partial: Expr) -> Expr:
     return apply("mulz", g, partial)
 
 
+def _atan2_pull(g: Expr, b: Expr, a: Expr) -> tuple[Expr, Expr]:
+    """∂ atan2(b, a): a / (a² + b²) and -b / (a² + b²), scaled so that squares stay in
+    range.
+    """
+    scale = apply("stop_gradient", apply("maximum", apply("abs", a), apply("abs", b)))
+    p, q = a / scale, b / scale
+    square = p * p + q * q
+    return _safe(g, p / square / scale), _safe(g, -q / square / scale)
+
+
 # ---------------------------------------------------------------- meanings that NumPy
 # lacks
 
@@ -367,9 +377,9 @@ def _unary_safe(
 
 
 _LN2 = 0.6931471805599453
-_unary("exp", np.exp, "sd_exp{V}({0})", lambda x, y: y, "eˣ")
-_unary("exp2", np.exp2, "sd_exp2{V}({0})", lambda x, y: y * _LN2, "2ˣ")
-_unary("expm1", np.expm1, "sd_expm1{V}({0})", lambda x, y: y + 1.0, "eˣ - 1")
+_unary_safe("exp", np.exp, "sd_exp{V}({0})", lambda x, y: y, "eˣ")
+_unary_safe("exp2", np.exp2, "sd_exp2{V}({0})", lambda x, y: y * _LN2, "2ˣ")
+_unary_safe("expm1", np.expm1, "sd_expm1{V}({0})", lambda x, y: y + 1.0, "eˣ - 1")
 _unary_safe("log", np.log, "sd_log{V}({0})", lambda x, y: 1.0 / x, "natural logarithm")
 _unary_safe(
     "log2",
@@ -406,14 +416,14 @@ _unary_safe(
     "asin",
     np.arcsin,
     "sd_asin{V}({0})",
-    lambda x, y: apply("rsqrt", 1.0 - x * x),
+    lambda x, y: apply("rsqrt", (1.0 - x) * (1.0 + x)),
     "inverse sine",
 )
 _unary_safe(
     "acos",
     np.arccos,
     "sd_acos{V}({0})",
-    lambda x, y: -apply("rsqrt", 1.0 - x * x),
+    lambda x, y: -apply("rsqrt", (1.0 - x) * (1.0 + x)),
     "inverse cosine",
 )
 _unary(
@@ -427,17 +437,14 @@ _row(
     "atan2",
     np.arctan2,
     "sd_atan2{V}({0}, {1})",
-    lambda g, a, y: (
-        _safe(g, a[1] / (a[0] * a[0] + a[1] * a[1])),
-        _safe(g, -a[0] / (a[0] * a[0] + a[1] * a[1])),
-    ),
+    lambda g, a, y: _atan2_pull(g, a[0], a[1]),
     takes="float",
     doc="angle of the point (x = b, y = a); 0 at the origin",
 )
-_unary(
+_unary_safe(
     "sinh", np.sinh, "sd_sinh{V}({0})", lambda x, y: apply("cosh", x), "hyperbolic sine"
 )
-_unary(
+_unary_safe(
     "cosh",
     np.cosh,
     "sd_cosh{V}({0})",

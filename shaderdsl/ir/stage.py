@@ -200,6 +200,9 @@ def factors(body: Expr) -> tuple[float, list[Expr], list[Expr]]:
         if name == "where" and n.args[2].kind == "const" and n.args[2].data == 0:
             guards.append(n.args[0])
             stack.append(n.args[1])
+        elif name == "mulz" and n.args[0].free == n.args[1].free:
+            # Nothing to hoist: a zero that wins over an infinite partial stays one.
+            out.append(n)
         elif name in ("mul", "mulz") and len(out) + len(stack) < _MOST_FACTORS:
             stack += [n.args[1], n.args[0]]
         elif name == "neg":
