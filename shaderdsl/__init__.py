@@ -9,21 +9,12 @@ from typing import Any
 
 from . import errors, random, tree
 from .array import Array, asarray
-from .function import (
-    Op,
-    compile,
-    grad,
-    jvp,
-    lower,
-    op,
-    remat,
-    spec,
-    value_and_grad,
-    vjp,
-)
+from .function import compile, grad, jvp, lower, remat, value_and_grad, vjp
 from .lowered import Lowered
 from .namespace import *
+from .op import Op, op
 from .runtime import devices, profile, synchronize, use_device
+from .tracing import spec
 
 __version__ = "0.1.0"
 

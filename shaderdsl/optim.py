@@ -18,9 +18,9 @@ from . import namespace as sd
 from . import ops, tree
 from .array import NUMPY, Array, asarray, is_number
 from .errors import ShaderError, ShapeError
-from .function import Op
 from .ir import expr as E
 from .nn.module import Module, named_arrays, static
+from .op import Op
 from .schedules import cosine, linear
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import shaderdsl as sd
-from shaderdsl import function
+from shaderdsl import engine, tracing
 from shaderdsl.ir import interpret
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 33, 64)
@@ -177,11 +177,11 @@ def error(got: Any, want: np.ndarray) -> float:
 def check(seed: int, tolerance: float = 2e-4) -> str | None:
     """Run one program on the current device; what is wrong with it, or None."""
     f, xs = program(seed)
-    traced = function._Traced(f, tuple(xs), "random")
+    traced = tracing.Traced(f, tuple(xs), "random")
     given = dict(zip(traced.inputs, xs, strict=True))
     captured = {
         s: np.asarray(s.source)
-        for s in function.captured_inputs(traced.outs, traced.inputs)
+        for s in engine.captured_inputs(traced.outs, traced.inputs)
     }
     want = interpret.evaluate(traced.outs, given | captured)
     got = sd.compile(f)(*xs)

@@ -16,9 +16,9 @@ import shaderdsl as sd
 from shaderdsl import engine, errors, ops
 from shaderdsl.codegen import online_shape
 from shaderdsl.codegen.target import Features, Limits
-from shaderdsl.function import _Traced
 from shaderdsl.ir import differentiate, interpret
 from shaderdsl.runtime import current
+from shaderdsl.tracing import Traced
 
 safetensors = pytest.importorskip("safetensors")
 FOLDER = Path(__file__).parent / "data" / "ops_ref"
@@ -49,7 +49,7 @@ def heads(h, hk, t, s, d, b=1):
 
 def exact(f, args, seeds):
     """Results and gradients of the plain expression in float64."""
-    traced = _Traced(f, tuple(args), "exact")
+    traced = Traced(f, tuple(args), "exact")
     cots = [
         engine.placeholder(("dy", k), s.shape, "f32", "dy")
         for k, s in enumerate(traced.outs)

@@ -428,7 +428,7 @@ def test_indices_and_conditions_that_share_parts(device):
         run("t -> t", unguarded, V)
 
 
-# ------------------------------------------------------------------ zeros times infinity
+# -------------------------------------------------------------- zeros times infinity
 
 NAN, INF = np.nan, np.inf
 

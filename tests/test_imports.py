@@ -18,7 +18,7 @@ LAYERS = (
     ("ir", "tree"),
     ("codegen",),
     ("runtime",),
-    ("engine", "lowered", "array", "namespace", "function", "random"),
+    ("engine", "lowered", "array", "namespace", "tracing", "op", "function", "random"),
     ("ops", "interop"),
     ("nn", "optim", "schedules"),
     ("checkpoint", "data", "finetune", "trainer"),

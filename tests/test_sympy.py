@@ -71,7 +71,7 @@ def test_every_op_can_be_shown(cpu, name):
     op = REGISTRY[name].op
     assert op.show().startswith(f"{name}(")
     assert "=" in op.show(math=True)
-    for operand in op._operands:
+    for operand in op.operands:
         try:
             text = op.show(derivative=operand)
         except DifferentiationError:

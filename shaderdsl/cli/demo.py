@@ -12,7 +12,7 @@ import numpy as np
 from .progress import Progress
 
 if TYPE_CHECKING:
-    from ..function import Op
+    from ..op import Op
 
 __all__ = ["add_arguments", "run"]
 

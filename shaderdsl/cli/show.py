@@ -74,5 +74,5 @@ def _definitions(op: Any, specs: list[Any], backward: bool, math: bool) -> list[
     """The op's formula, or those of its derivatives."""
     if not backward:
         return [op.show(math=math)]
-    floats = [n for n, x in zip(op._operands, specs) if x.dtype in ("f32", "f16")]
+    floats = [n for n, x in zip(op.operands, specs) if x.dtype in ("f32", "f16")]
     return [op.show(derivative=name, math=math) for name in floats]

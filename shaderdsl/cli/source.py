@@ -12,8 +12,9 @@ from pathlib import Path
 from types import ModuleType
 
 from ..errors import ShaderError
-from ..function import Op, Spec, spec
 from ..ir.signature import Dim, terms
+from ..op import Op
+from ..tracing import Spec, spec
 
 __all__ = ["arguments", "find_ops", "load_module", "pairs"]
 
@@ -125,7 +126,7 @@ def arguments(
         if not value.isdigit():
             raise UsageError(f"the size of {name!r} is a number, not {value!r}")
         known[name] = int(value)
-    operands = op._operands
+    operands = op.operands
     for name in dtypes:
         if name not in operands:
             raise UsageError(

@@ -14,7 +14,6 @@ from typing import Any
 
 from ..array import is_number
 from ..errors import AxisError, DifferentiationError, DTypeError
-from ..function import Op
 from ..ir import differentiate
 from ..ir import expr as E
 from ..ir import signature as S
@@ -22,6 +21,7 @@ from ..ir import trace as T
 from ..ir.expr import Expr
 from ..ir.indexmap import Digit, affine, digits
 from ..ir.stage import Stage, input_stage, topo_stages
+from ..op import Op
 from .symbolic import from_sympy, to_sympy
 
 __all__ = ["from_sympy", "show_op"]
@@ -87,7 +87,7 @@ class _Graph:
         for dtypes in _guesses(len(shapes)):
             self.operands = [
                 input_stage(n, d, name)
-                for n, d, name in zip(shapes, dtypes, op._operands, strict=True)
+                for n, d, name in zip(shapes, dtypes, op.operands, strict=True)
             ]
             try:
                 self.outs, _, _ = T.run(
@@ -97,7 +97,7 @@ class _Graph:
                     known,
                     self.operands,
                     options,
-                    op._operands,
+                    op.operands,
                 )
                 break
             except DTypeError as error:
@@ -108,7 +108,7 @@ class _Graph:
 
     def gradient(self, name: str) -> Stage:
         """The gradient's stage."""
-        names = self.op._operands
+        names = self.op.operands
         if name not in names:
             raise AxisError(
                 f"{self.op.name} has no operand {name!r}",
@@ -139,7 +139,7 @@ class _Graph:
 
     def heading(self, derivative: str | None) -> str:
         """``rms_norm(x, weight, eps): "... d, d -> ... d"``"""
-        given = ", ".join([*self.op._operands, *self.options])
+        given = ", ".join([*self.op.operands, *self.options])
         of = f"gradient of {derivative} in " if derivative else ""
         return f'{of}{self.op.name}({given}): "{self.op.signature.text}"'
 
@@ -335,7 +335,7 @@ def _options(op: Op) -> dict[str, Any]:
     """Keyword options as symbols; what is static keeps its default."""
     out: dict[str, Any] = {}
     for p in op._parameters.parameters.values():
-        if p.name in op._operands or p.default is p.empty:
+        if p.name in op.operands or p.default is p.empty:
             continue
         v = p.default
         fixed = p.name in op.static or not is_number(v) or isinstance(v, bool)

@@ -11,10 +11,10 @@ from typing import Any
 
 from .. import namespace as sd
 from ..errors import ShapeError, TraceError
-from ..function import Op
 from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.primitives import PRIMITIVES
+from ..op import Op
 
 
 def _sympy() -> Any:

@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 from .. import namespace as sd
-from ..function import Op, op
+from ..op import Op, op
 from ..ops.attention import _positions, _scores, _seen, _weigh
 
 __all__ = [

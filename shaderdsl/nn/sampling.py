@@ -19,9 +19,10 @@ import numpy as np
 from .. import namespace as sd
 from ..array import Array, asarray
 from ..errors import ShaderError
-from ..function import compile, op
+from ..function import compile
 from ..ir import expr as E
 from ..ir.trace import Value
+from ..op import op
 from ..random import threefry
 from ..runtime import current
 

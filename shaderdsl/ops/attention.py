@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import namespace as sd
 from ..array import Array, asarray
-from ..function import Op, op
+from ..op import Op, op
 from .hooks import check_heads, check_numbers, hooked
 
 _HEADS = "... (h g) t d, ... h s d, ... h s c"

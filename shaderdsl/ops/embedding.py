@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..function import op
+from ..op import op
 
 
 @op("v d, ... -> ... d")

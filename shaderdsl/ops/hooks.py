@@ -13,9 +13,9 @@ from typing import Any
 from .. import namespace as sd
 from ..array import asarray, is_number
 from ..errors import DTypeError, ShapeError, TraceError
-from ..function import Op
 from ..ir import expr as E
 from ..ir.trace import Indexed, Value, current
+from ..op import Op
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -193,5 +193,5 @@ def hooked(
     # Errors and kernels call the arrays what the user calls them.
     taken = ("q", "k", "v", "scale", "window", "softcap")
     called = [f"{n}_" if n in taken else n for n in (*used, *arrays)]
-    variant._operands[3:] = called
+    variant.operands[3:] = called
     return given, variant

@@ -7,8 +7,8 @@ from typing import Any
 from .. import namespace as sd
 from ..array import Array, asarray
 from ..errors import ShapeError
-from ..function import op
 from ..ir.expr import user_location
+from ..op import op
 from .norm import shift
 
 

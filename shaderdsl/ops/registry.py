@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..function import Op
+from ..op import Op
 from . import (
     adamw_update,
     attention,

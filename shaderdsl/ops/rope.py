@@ -13,8 +13,8 @@ import numpy as np
 from .. import namespace as sd
 from ..array import Array, asarray
 from ..errors import ShapeError
-from ..function import Op, op
 from ..ir.expr import user_location
+from ..op import Op, op
 
 
 @op("... t h (r p), ... t p, ... t p -> ... t h (r p)", r=2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import namespace as sd
-from ..function import op
+from ..op import op
 
 
 @op("..., ..., ..., ..., , , , -> ..., ..., ...")

@@ -11,7 +11,8 @@ import numpy as np
 from hypothesis import HealthCheck, given, reject, settings
 
 from ..errors import ReductionError
-from ..function import Op, grad, vjp
+from ..function import grad, vjp
+from ..op import Op
 from .gradients import Graph, compare_slopes, loss_of, scalar_loss, several
 from .script import script
 from .strategies import Case, cases

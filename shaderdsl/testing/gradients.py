@@ -10,9 +10,11 @@ import numpy as np
 
 from .. import namespace as sd
 from ..array import Array
-from ..function import _Traced, placeholder, vjp
+from ..engine import placeholder
+from ..function import vjp
 from ..ir import differentiate, interpret
 from ..ir.expr import FLOATS
+from ..tracing import Traced
 
 Arrays = Sequence[Any]
 
@@ -26,7 +28,7 @@ class Graph:
     """
 
     def __init__(self, function: Callable[..., Any], args: Arrays):
-        traced = _Traced(function, tuple(args), "testing")
+        traced = Traced(function, tuple(args), "testing")
         self.inputs, self.outs = traced.inputs, traced.outs
         self.floats = [k for k, s in enumerate(self.inputs) if s.dtype in FLOATS]
         self.seeds = [

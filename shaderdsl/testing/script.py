@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from ..function import Op
+from ..op import Op
 from .strategies import Case
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ..errors import AxisError
-from ..function import Op
 from ..ir import signature as S
+from ..op import Op
 from .values import LAYOUTS, make
 
 # Small ones first: Hypothesis shrinks towards them.
@@ -128,7 +128,7 @@ def cases(
     dtype = draw(st.sampled_from(list(dtypes)))
     seed = draw(st.integers(0, 999))
     operands = []
-    for k, (name, o) in enumerate(zip(op._operands, sig.inputs, strict=True)):
+    for k, (name, o) in enumerate(zip(op.operands, sig.inputs, strict=True)):
         shape = tuple(n for d in o for n in _dimension(d, known, lead))
         more: dict[str, Any] = {}
         own = dtype
@@ -177,7 +177,7 @@ def _shown(
         if a is not None:
             extra[a] = known[a]
         try:
-            S.solve(sig, shapes, {**given, **extra}, op._operands, op.name)
+            S.solve(sig, shapes, {**given, **extra}, op.operands, op.name)
         except AxisError:
             continue
         return extra
