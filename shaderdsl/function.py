@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import tree
-from .array import NUMPY, Array, asarray, host_array, is_number
+from .array import NUMPY, Array, asarray, dtype_name, host_array, is_number
 from .engine import Plan, captured_inputs, lock, placeholder, plan_for
 from .errors import (
     AxisError,
@@ -540,12 +540,9 @@ class Spec:
     """Shape and dtype in place of an array, for :func:`lower`."""
 
     def __init__(self, dtype: str, *shape: int):
-        self.dtype = dtype
-        self.shape = (
-            tuple(shape[0])
-            if len(shape) == 1 and isinstance(shape[0], (tuple, list))
-            else shape
-        )
+        self.dtype = dtype_name(dtype)
+        one = len(shape) == 1 and isinstance(shape[0], (tuple, list))
+        self.shape = A.sizes(shape[0] if one else shape, "an array")
 
 
 def spec(dtype: str, *shape: int) -> Spec:
@@ -637,7 +634,13 @@ class Compiled:
         buffers = [a.buffer() for a in given]
         for k in donated:
             given[k].donate()
-        results = plan(buffers, {})
+        try:
+            results = plan(buffers, {})
+        except BaseException:
+            # Nothing is taken by a call that failed before it began.
+            for k in donated:
+                given[k].restore(buffers[k])
+            raise
         return traced.results(
             [
                 Array.of_buffer(b, s.shape, s.dtype)
