@@ -241,6 +241,11 @@ class Array:
         self._donated = True
         self._buffer = self._host = None
 
+    def restore(self, buffer: Any) -> None:
+        """Take the memory back that a failed call did not use."""
+        if not buffer.consumed:
+            self._buffer, self._donated = buffer, False
+
     def _check_live(self) -> None:
         if self._donated:
             raise DonatedError(

@@ -108,7 +108,13 @@ class Compiled:
         buffers = [a.buffer() for a in given]
         for k in donated:
             given[k].donate()
-        results = plan(buffers, {})
+        try:
+            results = plan(buffers, {})
+        except BaseException:
+            # Nothing is taken by a call that failed before it began.
+            for k in donated:
+                given[k].restore(buffers[k])
+            raise
         return traced.results(
             [
                 Array.of_buffer(b, s.shape, s.dtype)

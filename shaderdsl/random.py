@@ -24,7 +24,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 def key(seed: int | Any) -> Array:
     """A key from a seed (its low and high 32 bits)."""
-    n = int(seed)
+    n = A.integer(seed, "a seed")
     return asarray(np.array([n & 0xFFFFFFFF, n >> 32 & 0xFFFFFFFF], np.uint32))
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from . import tree
-from .array import Array, asarray, is_number
+from .array import Array, asarray, dtype_name, is_number
 from .engine import captured_inputs, lock, placeholder, plan_for
 from .errors import (
     DTypeError,
     IndexRangeError,
     ShapeError,
 )
+from .ir import arrays as A
 from .ir import expr as E
 from .ir import interpret
 from .ir.bounds import HostCheck
@@ -289,12 +290,9 @@ class Spec:
     """Shape and dtype in place of an array, for :func:`lower`."""
 
     def __init__(self, dtype: str, *shape: int):
-        self.dtype = dtype
-        self.shape = (
-            tuple(shape[0])
-            if len(shape) == 1 and isinstance(shape[0], (tuple, list))
-            else shape
-        )
+        self.dtype = dtype_name(dtype)
+        one = len(shape) == 1 and isinstance(shape[0], (tuple, list))
+        self.shape = A.sizes(shape[0] if one else shape, "an array")
 
 
 def spec(dtype: str, *shape: int) -> Spec:

@@ -428,7 +428,7 @@ def test_indices_and_conditions_that_share_parts(device):
         run("t -> t", unguarded, V)
 
 
-# -------------------------------------------------------------- zeros times infinity
+# ------------------------------------------------------------------ zero times infinity
 
 NAN, INF = np.nan, np.inf
 
@@ -521,3 +521,39 @@ def test_a_cast_to_f16_rounds_also_where_it_is_not_stored(device):
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(got.numpy(), x.astype(np.float16).astype(F32))
     close(gradient(lambda a: a.astype("f16").astype("f32") * 3, f32(0.1)), [3])
+
+
+# ------------------------------------------------------------------ calls that fail
+
+
+def test_a_call_that_fails_takes_nothing(device):
+    a = sd.array(V) + 0
+    huge = sd.compile(
+        lambda a: sd.broadcast_to(a[:1], (1 << 20, 1 << 20)) * 2.0, donate=("a",)
+    )
+    with pytest.raises(ShaderError):
+        huge(a)
+    close(a, V)
+    close(sd.compile(lambda a: a + 1, donate=("a",))(a), V + 1)
+
+
+def test_deep_index_maps(device):
+    def deep(x):
+        t = functools.reduce(
+            lambda q, k: sd.minimum(q // 1 + k % 2, 5), range(1200), sd.index("t")
+        )
+        return x.at(t=sd.clip(t, 0, 2))
+
+    close(run("t -> t", deep, V), [3, 3, 3])
+
+
+def test_bad_specs_and_devices(device):
+    with pytest.raises(DTypeError, match="'f64'"):
+        sd.spec("f64", 3)
+    with pytest.raises(ShapeError, match="negative"):
+        sd.spec("f32", -3)
+    assert len(sd.lower(lambda x: x * 2, sd.spec("f32", np.int64(3))).kernels) == 1
+    with pytest.raises(sd.errors.NoAdapterError, match="not by 3"):
+        sd.use_device(3)
+    with pytest.raises(ShapeError, match=r"not 1\.5"):
+        sd.random.key(1.5)

@@ -95,7 +95,7 @@ def load_module(file: str) -> ModuleType:
 
 def _line_of(error: Exception, file: str) -> str | None:
     if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}"
+        return f"{error.filename or file}:{error.lineno or 1}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if Path(f.filename).name == Path(file).name]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else None

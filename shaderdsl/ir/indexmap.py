@@ -129,10 +129,38 @@ def interval(
     """Least and greatest value of an integer expression, given its axes' extents."""
     if memo is None:
         memo = {}
-    if e in memo:
-        return memo[e]
-    memo[e] = result = _interval(e, extents, memo)
-    return result
+    stack = [e]  # a chain of a thousand operations must not recurse
+    while stack:
+        n = stack[-1]
+        if n in memo:
+            stack.pop()
+            continue
+        todo = [x for x in _parts(n) if x not in memo]
+        if todo:
+            stack += todo
+            continue
+        memo[n] = _interval(n, extents, memo)
+    return memo[e]
+
+
+def _parts(e: Expr) -> Sequence[Expr]:
+    """The operands whose intervals give that of an integer expression."""
+    if e.kind != "apply" or e.dtype not in ("i32", "u32"):
+        return ()
+    if e.data in ("add", "sub", "neg", "mul"):
+        rest = affine(e).rest
+        if len(rest) != 1 or rest[0] != (1, e):
+            return [n for _, n in rest]
+        return e.args if e.data == "mul" else ()
+    if e.data in ("floordiv", "mod"):
+        return e.args[:1]
+    if e.data == "where":
+        return e.args[1:]
+    if e.data in ("minimum", "maximum"):
+        return e.args
+    if e.data in ("to_i32", "to_u32") and e.args[0].dtype in ("i32", "u32"):
+        return e.args
+    return ()
 
 
 def _interval(

@@ -200,6 +200,11 @@ def use_device(
         if isinstance(spec, Device):
             spec.check()
             _current = spec
+        elif not isinstance(spec, str | None):
+            raise NoAdapterError(
+                f"a device is chosen by its name, not by {spec!r}",
+                cure="call sd.devices() to see them; e.g. sd.use_device('cpu')",
+            )
         else:
             _current = _choose(spec or os.environ.get("SHADERDSL_DEVICE"), limits)
         return _current
