@@ -24,7 +24,7 @@ def merge_siblings(a: Arrangement, target: Target) -> None:
     """Make one kernel of contractions that read the same large array."""
     if target.family == "software":
         # Any of them fills a driver on the CPU; and Mesa's walks both sides of a
-        # branch, so that a step with its contractions merged took twice as long there.
+        # branch, so that a step with its contractions merged took longer there.
         return
     sets: dict[tuple[Stage, int], list[Group]] = {}
     for g in a.partition.groups:
