@@ -7,12 +7,12 @@ Operators build stages. On arrays that exist they run at once; inside ``sd.compi
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .dtypes import DTYPES, NUMPY, DType, dtype_name, host_array
 from .engine import placeholder, run_graph
 from .errors import (
     DonatedError,
@@ -27,114 +27,11 @@ from .ir import expr as E
 from .ir.expr import Expr
 from .ir.primitives import PRIMITIVES
 from .ir.stage import Stage, input_stage, whole
-from .ir.trace import OPERATORS, Value, expand_power
+from .ir.trace import OPERATORS, expand_power
 from .runtime import current as current_device
 
-NUMPY = {
-    "f32": np.float32,
-    "f16": np.float16,
-    "i32": np.int32,
-    "u32": np.uint32,
-    "bool": np.bool_,
-}
-_NAMES = {np.dtype(t): n for n, t in NUMPY.items()}
 # Integer arrays remember their host copy, so that ids can be checked before a launch.
 _KEEP_HOST = 1 << 24
-
-
-def dtype_name(dtype: Any) -> str:
-    """``"f32"``, ``np.float32``, ``"float32"``, … as one of our dtypes.
-
-    Raises:
-        DTypeError: for a dtype that is not computed in.
-    """
-    if isinstance(dtype, str) and dtype in NUMPY:
-        return dtype
-    try:
-        return _NAMES[np.dtype(dtype)]
-    except (KeyError, TypeError):
-        raise DTypeError(
-            f"dtype {dtype!r} is not one of {', '.join(NUMPY)}",
-            where=E.user_location(),
-            cure="convert first",
-        ) from None
-
-
-_warned = False
-
-
-def host_array(x: Any, dtype: str | None = None) -> tuple[np.ndarray, str]:
-    """Anything array-like as a NumPy array of one of our dtypes.
-
-    float64 is rounded to f32 (with one warning a process); 64-bit integers are checked
-    against the range of i32. Floats saturate where integers are asked for, NaN is 0.
-    """
-    global _warned
-    if isinstance(x, Value):
-        raise TraceError(
-            "a value of an op is used where an array is needed",
-            where=E.user_location(),
-            cure="inside an op, call the plain function of another: other.function(x)",
-        )
-    if not isinstance(x, np.ndarray):
-        if not hasattr(x, "__array__") and hasattr(x, "__dlpack__"):
-            x = np.from_dlpack(x)
-        python = isinstance(x, (float, list, tuple))
-        try:
-            x = np.asarray(x)
-        except ShaderError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise ShapeError(
-                f"this {type(x).__name__} is no array: {error}",
-                where=E.user_location(),
-            ) from None
-        if python and x.dtype == np.float64 and dtype is None:
-            dtype = "f32"
-    if not x.dtype.isnative:
-        x = x.astype(x.dtype.newbyteorder("="))
-    if dtype is not None:
-        dtype = dtype_name(dtype)
-        if x.dtype.kind not in "fiub" and x.dtype.name != "bfloat16":
-            raise _no_array_of(x.dtype)
-        if dtype in E.INTS and x.dtype.kind in "iu":
-            _check_range(x, dtype)
-        if dtype in E.INTS and x.dtype.kind == "f":
-            return PRIMITIVES[f"to_{dtype}"].numpy(x), dtype
-        with np.errstate(over="ignore"):
-            return np.asarray(x, NUMPY[dtype]), dtype
-    if x.dtype in _NAMES:
-        return x, _NAMES[x.dtype]
-    if x.dtype.kind == "f" and x.dtype.itemsize >= 8:
-        if not _warned:
-            _warned = True
-            warnings.warn("float64 is rounded to float32", stacklevel=3)
-        with np.errstate(over="ignore"):
-            return x.astype(np.float32), "f32"
-    if x.dtype.kind in "iu":
-        name = "u32" if x.dtype == np.uint64 else "i32"
-        _check_range(x, name)
-        return x.astype(NUMPY[name]), name
-    if x.dtype.name == "bfloat16":
-        return x.astype(np.float32), "f32"
-    raise _no_array_of(x.dtype)
-
-
-def _no_array_of(dtype: Any) -> DTypeError:
-    return DTypeError(
-        f"an array of {dtype} cannot be used",
-        where=E.user_location(),
-        cure="convert it to float32 or int32",
-    )
-
-
-def _check_range(x: np.ndarray, name: str) -> None:
-    info = np.iinfo(NUMPY[name])
-    if x.size and (int(x.min()) < info.min or int(x.max()) > info.max):
-        raise IndexRangeError(
-            f"an integer array holds {x.min()} … {x.max()}, outside of {name}",
-            where=E.user_location(),
-        )
 
 
 class Array:
@@ -159,7 +56,7 @@ class Array:
 
     def __init__(self, shape: Sequence[int], dtype: str):
         self.shape = tuple(shape)
-        self.dtype = dtype
+        self.dtype: DType = DTYPES[dtype]
         self._stage: Stage | None = None
         self._buffer: Any = None
         self._host: np.ndarray | None = None
@@ -211,13 +108,15 @@ class Array:
     @property
     def nbytes(self) -> int:
         """Bytes as NumPy would hold them."""
-        return self.size * np.dtype(NUMPY[self.dtype]).itemsize
+        return self.size * np.dtype(NUMPY[self.dtype.name]).itemsize
 
     def stage(self) -> Stage:
         """The graph node of this array; an array that exists becomes an input."""
         if self._stage is None:
             self._check_live()
-            self._stage = input_stage(self.shape, self.dtype, "captured", source=self)
+            self._stage = input_stage(
+                self.shape, self.dtype.name, "captured", source=self
+            )
         return self._stage
 
     def buffer(self) -> Any:
@@ -228,12 +127,14 @@ class Array:
             if self._host is None:
                 self._refuse("be given to a computation that runs now")
             assert self._host is not None
-            self._buffer = device.upload(self._host, self.dtype)
+            self._buffer = device.upload(self._host, self.dtype.name)
             if self.dtype not in (*E.INTS, "bool") or self.size > _KEEP_HOST:
                 self._host = None
         elif self._buffer.device is not device:
-            host = self._buffer.device.download(self._buffer, self.shape, self.dtype)
-            self._buffer = device.upload(host, self.dtype)
+            host = self._buffer.device.download(
+                self._buffer, self.shape, self.dtype.name
+            )
+            self._buffer = device.upload(host, self.dtype.name)
         return self._buffer
 
     def donate(self) -> None:
@@ -275,7 +176,7 @@ class Array:
             assert self._host is not None
             return self._host.copy()
         out: np.ndarray = self._buffer.device.download(
-            self._buffer, self.shape, self.dtype
+            self._buffer, self.shape, self.dtype.name
         )
         return out
 
@@ -548,7 +449,7 @@ def call(build: Callable[..., Stage], *xs: Any) -> Array:
     inputs: list[Stage] = []
     for x in xs:
         if isinstance(x, Array):
-            inputs.append(placeholder(len(inputs), x.shape, x.dtype))
+            inputs.append(placeholder(len(inputs), x.shape, x.dtype.name))
             operands.append(inputs[-1])
         elif isinstance(x, bool):
             operands.append(E.const(x))
@@ -605,7 +506,7 @@ def primitive(name: str, *xs: Any) -> Array:
     # Weak arrays have no dimensions: as expressions they leave the storage to others.
     unsigned = not floats and any(x.dtype == "u32" for x in arrays)
     dtypes = [
-        ("u32" if unsigned and x.dtype == "i32" else x.dtype)
+        ("u32" if unsigned and x.dtype == "i32" else x.dtype.name)
         if isinstance(x, Array) and x.weak
         else None
         for x in operands

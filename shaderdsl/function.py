@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from . import tree
-from .array import NUMPY, Array, asarray, is_number
+from .array import Array, asarray, is_number
+from .dtypes import NUMPY
 from .engine import Plan, captured_inputs, lock, placeholder, plan_for
 from .errors import (
     AxisError,
@@ -212,7 +213,7 @@ def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., An
             got = run([*traced.outs, *residuals], traced.inputs, traced.arrays)
             outs, kept = got[: len(traced.outs)], got[len(traced.outs) :]
     y = traced.results(outs)
-    shapes = [(outs[k].shape, outs[k].dtype) for k in floats]
+    shapes = [(outs[k].shape, outs[k].dtype.name) for k in floats]
 
     def pullback(cotangent: Any) -> Any:
         leaves = _cotangent_leaves(cotangent, traced, floats, shapes)
@@ -451,7 +452,7 @@ def value_and_grad(
         ]
         wrt = [traced.inputs[k] for k in wrt_positions]
         with lock:
-            one = map_stage((), E.const(1.0), "one", dtype=loss.dtype)
+            one = map_stage((), E.const(1.0), "one", dtype=loss.dtype.name)
             seeds: list[Stage | None] = [
                 one if s is loss.stage() else None for s in traced.outs
             ]

@@ -11,15 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .array import (
-    NUMPY,
-    Array,
-    asarray,
-    call,
-    dtype_name,
-    is_number,
-    primitive,
-)
+from .array import Array, asarray, call, is_number, primitive
+from .dtypes import NUMPY, dtype_name
 from .errors import (
     AxisError,
     DTypeError,
@@ -521,12 +514,12 @@ def _shape(shape: Any) -> tuple[int, ...]:
 def full(shape: Any, value: Any, dtype: Any = None) -> Array:
     """An array of one value."""
     if isinstance(value, Array):
-        name = dtype_name(dtype) if dtype is not None else value.dtype
+        name = dtype_name(dtype) if dtype is not None else value.dtype.name
         return call(
             lambda v: A.broadcast_to(A.reshape(A.cast(v, name), ()), _shape(shape)),
             value,
         )
-    name = dtype_name(dtype) if dtype is not None else asarray(value).dtype
+    name = dtype_name(dtype) if dtype is not None else asarray(value).dtype.name
     return asarray(np.full(_shape(shape), value), name)
 
 
@@ -609,7 +602,7 @@ def pad(x: Any, widths: Any, value: float = 0.0) -> Array:
     pairs = [(int(p), int(q)) for p, q in np.broadcast_to(given, (a.ndim, 2))]
     number = float(value)
     if a.dtype in E.INTS:
-        info = np.iinfo(NUMPY[a.dtype])
+        info = np.iinfo(NUMPY[a.dtype.name])
         if not number.is_integer() or not info.min <= number <= info.max:
             raise DTypeError(
                 f"pad: the value {value} is no {a.dtype}", where=E.user_location()

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .array import Array, asarray, host_array
+from .array import Array, asarray
+from .dtypes import host_array
 from .engine import lock, placeholder, plan_for
 from .errors import (
     AxisError,

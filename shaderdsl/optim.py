@@ -16,7 +16,8 @@ import numpy as np
 
 from . import namespace as sd
 from . import ops, tree
-from .array import NUMPY, Array, asarray, is_number
+from .array import Array, asarray, is_number
+from .dtypes import NUMPY
 from .errors import ShaderError, ShapeError
 from .ir import expr as E
 from .nn.module import Module, named_arrays, static

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from . import tree
-from .array import Array, asarray, dtype_name, is_number
+from .array import Array, asarray, is_number
+from .dtypes import dtype_name
 from .engine import captured_inputs, lock, placeholder, plan_for
 from .errors import (
     DTypeError,
@@ -200,7 +201,7 @@ class Traced:
                     self.static.append(leaf)
                     continue
                 s = placeholder(
-                    (role, t.depth, len(self.inputs)), a.shape, a.dtype, names[k]
+                    (role, t.depth, len(self.inputs)), a.shape, a.dtype.name, names[k]
                 )
                 self.arrays.append(a)
                 self.inputs.append(s)

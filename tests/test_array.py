@@ -280,7 +280,7 @@ def test_half_accumulates_in_f32(device):
 
 
 def test_float64_is_converted_with_one_warning(device, monkeypatch):
-    monkeypatch.setattr(sys.modules["shaderdsl.array"], "_warned", False)
+    monkeypatch.setattr(sys.modules["shaderdsl.dtypes"], "_warned", False)
     with pytest.warns(UserWarning, match="float64 is rounded"):
         assert sd.array(np.zeros(2)).dtype == "f32"
     with warnings.catch_warnings():

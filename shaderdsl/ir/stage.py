@@ -117,7 +117,7 @@ def input_stage(
     shape: Sequence[int], dtype: str, name: str, source: Any = None
 ) -> Stage:
     """An array that is given. Each call makes a new one."""
-    stage = Stage("input", shape, (), None, None, None, dtype, name)
+    stage = Stage("input", shape, (), None, None, None, str(dtype), name)
     stage.source = source
     return stage
 
@@ -152,7 +152,7 @@ def map_stage(
     loc: str | None = None,
 ) -> Stage:
     """An elementwise stage. A body that loads a whole stage unchanged is that stage."""
-    dtype = dtype or body.dtype
+    dtype = str(dtype or body.dtype)
     body = _drop_ones(body, ext)
     if (
         groups is not None

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..array import NUMPY, Array, asarray, dtype_name
+from ..array import Array, asarray
+from ..dtypes import NUMPY, dtype_name
 from ..errors import CheckpointError, ShaderError
 from ..namespace import concatenate
 from .families import family_of, read_config
