@@ -26,7 +26,7 @@ from .ir import arrays as A
 from .ir import expr as E
 from .ir.expr import Expr
 from .ir.primitives import PRIMITIVES
-from .ir.stage import Stage, input_stage, whole
+from .ir.stage import Stage, input_stage, kept, whole
 from .ir.trace import OPERATORS, expand_power
 from .runtime import current as current_device
 
@@ -286,6 +286,28 @@ class Array:
         """The array in another dtype."""
         name = dtype_name(dtype)
         return call(lambda x: A.cast(x, name), self)
+
+    def store(self) -> Array:
+        """The same array, written to memory once wherever it is computed.
+
+        Which elementwise values a kernel stores and which its readers compute again is
+        the compiler's choice (``sd.lower(f, …).explain()`` gives it); this overrides
+        it, here and in the derivative. Values stay the same. Outside of ``sd.compile``
+        and the derivatives every array is stored anyway.
+        """
+        return self._kept("store")
+
+    def inline(self) -> Array:
+        """The same array, computed again by each kernel that reads it and not stored.
+
+        Results, and sums and other reductions, have memory all the same; so has what
+        would bind more arrays or take more operations than one kernel can.
+        """
+        return self._kept("inline")
+
+    def _kept(self, keep: str) -> Array:
+        self._check_live()
+        return Array.symbol(kept(self.stage(), keep)) if self.symbolic else self
 
     def _reduce(self, kind: str, axis: Any, keepdims: bool) -> Array:
         from . import namespace

@@ -184,7 +184,10 @@ def find_chains(
         if not any(n.data in products or n.data in soft for n in s.loads):
             continue
         member = make_member(s, inliner.body(s.body, s.space))
-        for x in {n.data for n in member.loads if n.data in products}:
+        mine = {n.data for n in member.loads if n.data in products}
+        if not mine:  # what it reads of a product is stored
+            continue
+        for x in mine:
             readers[x].append(s)
         run = as_run(member, products)
         if isinstance(run, str):

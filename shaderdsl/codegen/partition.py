@@ -113,7 +113,8 @@ class Partition:
             if s.kind != "input" and s.size > 0
         ]
         self.anchors = self._choose_anchors(order)
-        self.online = find_chains(order, self.anchors, self.outs, target)
+        asked = {s for s in order if s.keep == "store"}
+        self.online = find_chains(order, self.anchors, self.outs | asked, target)
         again = {
             f"{s.name} {list(s.shape)} is" for s in self.anchors - self.online.anchors
         }
@@ -152,6 +153,11 @@ class Partition:
         again.
         """
         anchors = self.outs | {s for s in order if s.kind == "reduce"}
+        for s in order:
+            if s.keep == "store" and s not in anchors:
+                self._store(anchors, s, "asked for by store()")
+            elif s.keep == "inline" and s in self.outs:
+                self.log.append(f"{s.name} {list(s.shape)} is stored: it is a result")
         users: dict[Stage, set[Stage]] = {}
         for s in order:
             for t in {n.data for n in s.loads}:
@@ -178,7 +184,7 @@ class Partition:
             if s.kind == "map" and s not in anchors and not _is_view(s):
                 n = sum(1 for t in loaded if t.size >= s.size)
                 k = len(real_users[s])
-                if n >= 2 and k >= 2 and 1 + k < k * n:
+                if n >= 2 and k >= 2 and 1 + k < k * n and s.keep is None:
                     self._store(
                         anchors, s, f"{k} readers would each load {n} arrays again"
                     )
@@ -219,7 +225,7 @@ class Partition:
                 while v.kind == "map" and v not in anchors and _is_view(v):
                     assert v.body is not None
                     v = v.body.data
-                if v.kind != "map" or v in anchors:
+                if v.kind != "map" or v in anchors or v.keep == "inline":
                     continue
                 large = {t for t in sources[v] if t.size * 4 >= v.size}
                 hosted = any(

@@ -57,6 +57,7 @@ class Stage:
         "ext",
         "groups",
         "id",
+        "keep",
         "kind",
         "loads",
         "loc",
@@ -79,6 +80,7 @@ class Stage:
         groups: Groups | None,
         dtype: str,
         name: str,
+        keep: str | None = None,
     ):
         self.kind, self.ext, self.rext = kind, tuple(ext), tuple(rext)
         self.monoid, self.body, self.dtype = monoid, body, dtype
@@ -89,6 +91,8 @@ class Stage:
         self.strides = row_major(self.shape)
         self.size = math.prod(self.shape)
         self.name, self.loc, self.id = name, None, next(_ids)
+        # "store" or "inline" where the user decides, else None: the partition does.
+        self.keep = keep
         # What an input stands for: set by whoever makes it (a concrete array, a
         # placeholder's position).
         self.source: Any = None
@@ -132,11 +136,12 @@ def _intern(
     dtype: str,
     name: str,
     loc: str | None,
+    keep: str | None = None,
 ) -> Stage:
-    key = (kind, tuple(ext), tuple(rext), monoid, body, groups, dtype)
+    key = (kind, tuple(ext), tuple(rext), monoid, body, groups, dtype, keep)
     stage = _table.get(key)
     if stage is None:
-        stage = Stage(kind, ext, rext, monoid, body, groups, dtype, name)
+        stage = Stage(kind, ext, rext, monoid, body, groups, dtype, name, keep)
         stage.loc = loc
         _table[key] = stage
     return stage
@@ -150,8 +155,12 @@ def map_stage(
     groups: Groups | None = None,
     dtype: str | None = None,
     loc: str | None = None,
+    keep: str | None = None,
 ) -> Stage:
-    """An elementwise stage. A body that loads a whole stage unchanged is that stage."""
+    """An elementwise stage. A body that loads a whole stage unchanged is that stage.
+
+    ``keep`` is the user's word on whether it is stored; see :func:`kept`.
+    """
     dtype = str(dtype or body.dtype)
     body = _drop_ones(body, ext)
     if (
@@ -160,14 +169,33 @@ def map_stage(
         and len(groups) == len(ext)
     ):
         groups = None
-    if body.kind == "load" and body.data.dtype == dtype:
+    if keep is None and body.kind == "load" and body.data.dtype == dtype:
         source: Stage = body.data
         own = groups or tuple((i,) for i in range(len(ext)))
         if source.shape == tuple(math.prod(ext[a] for a in g) for g in own) and all(
             i is merge(g, ext) for i, g in zip(body.args, own, strict=True)
         ):
             return source
-    return _intern("map", ext, (), None, body, groups, dtype, name, loc)
+    return _intern("map", ext, (), None, body, groups, dtype, name, loc, keep)
+
+
+def kept(s: Stage, keep: str) -> Stage:
+    """The same array under the user's word to the partition: ``"store"`` writes it to
+    memory once, ``"inline"`` computes it again wherever it is read.
+
+    An input is stored already. A reduction cannot be computed inside of its readers, so
+    ``"inline"`` leaves it to the partition.
+    """
+    if s.kind == "map":
+        assert s.body is not None
+        body, loc = s.body, s.loc
+    elif s.kind == "reduce" and keep == "store":
+        body, loc = whole(s), s.loc
+    else:
+        return s
+    return map_stage(
+        s.ext, body, s.name, groups=s.groups, dtype=s.dtype, loc=loc, keep=keep
+    )
 
 
 def _drop_ones(body: Expr, extents: Any) -> Expr:
@@ -441,6 +469,7 @@ def retarget(s: Stage, new: dict[Stage, Stage]) -> Stage:
         s.dtype,
         s.name,
         s.loc,
+        s.keep,
     )
 
 

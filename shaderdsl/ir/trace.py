@@ -20,7 +20,7 @@ from . import verify
 from .bounds import HostCheck, check_ranges
 from .expr import Expr
 from .indexmap import Affine, merge
-from .stage import MONOIDS, Stage, make_reduce, map_stage
+from .stage import MONOIDS, Stage, kept, make_reduce, map_stage
 
 _current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar(
     "trace", default=None
@@ -129,6 +129,29 @@ class Value:
             if n not in before:
                 n.loc = here
         return Value(moved, self.trace)
+
+    def store(self) -> Value:
+        """The same value, written to memory once instead of computed again by its
+        readers; see :meth:`shaderdsl.Array.store`.
+        """
+        return self._kept("store")
+
+    def inline(self) -> Value:
+        """The same value, computed again by each reader instead of stored; see
+        :meth:`shaderdsl.Array.inline`.
+        """
+        return self._kept("inline")
+
+    def _kept(self, keep: str) -> Value:
+        space = self.trace.extents
+        axes = [a for a in E.bits(self.expr.free) if space[a] != 1]
+        own: dict[int, Expr] = {a: E.const(0) for a in E.bits(self.expr.free)}
+        own |= {a: E.index(i) for i, a in enumerate(axes)}
+        body = E.substitute(self.expr, own)
+        name, here = f"{self.trace.name}_part", E.user_location()
+        stage = map_stage([space[a] for a in axes], body, name, loc=here)
+        read = E.load(kept(stage, keep), [E.index(a) for a in axes])
+        return Value(read, self.trace)
 
     def __bool__(self) -> bool:
         raise TraceError(
