@@ -4,6 +4,7 @@ tracing holds.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -73,8 +74,14 @@ class Plan:
         self.executable = self.device.build(self.program)
 
     def __call__(self, buffers: Sequence[Any], scalars: dict[str, Any]) -> list[Any]:
-        more = [a.buffer() for a in self.captured]
-        result: list[Any] = self.executable([*buffers, *more], scalars)
+        given = [*buffers, *(a.buffer() for a in self.captured)]
+        result: list[Any] = self.executable(given, scalars)
+        if "nan" in os.environ.get("SHADERDSL_DEBUG", ""):
+            from . import finite
+
+            if finite.enabled():
+                inputs = dict(zip(self.program.inputs, given, strict=True))
+                finite.check(self, inputs, scalars, result)
         return result
 
 
@@ -84,6 +91,8 @@ def plan_for(
     donated: frozenset[int] = frozenset(),
 ) -> Plan:
     """The plan of a graph on the current device, made once."""
+    if "nan" in os.environ.get("SHADERDSL_DEBUG", ""):
+        donated = frozenset()  # a call that is looked at must leave its inputs
     key = (id(current_device()), tuple(outs), tuple(inputs), donated)
     with lock:
         plan: Plan | None = _plans.get(key)

@@ -88,6 +88,10 @@ class DonatedError(ShaderError, RuntimeError):
     """An array was used after it had been donated."""
 
 
+class NotFiniteError(ShaderError, ArithmeticError):
+    """``SHADERDSL_DEBUG=nan``: a NaN or an infinity, at the line that made it."""
+
+
 class CheckpointError(ShaderError, ValueError):
     """A file that is no checkpoint, or one of another model."""
 

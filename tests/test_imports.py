@@ -21,6 +21,7 @@ LAYERS = (
     (
         "dtypes",
         "engine",
+        "finite",
         "lowered",
         "array",
         "namespace",

@@ -159,9 +159,18 @@ def _pull_stage(
             if p is None or x not in hot or (p.kind == "const" and p.data == 0):
                 continue
             p = E.guard(conditions, p)
-            if p.loc is None:
-                p.loc = n.loc
+            _blame(p, n.loc or s.loc)
             local[x] = _add(local[x], p) if x in local else p
+
+
+def _blame(p: Expr, loc: str | None) -> None:
+    """Note the line of the operation that new nodes of a cotangent are of."""
+    stack = [p] if loc else []
+    while stack:
+        n = stack.pop()
+        if n.kind == "apply" and n.loc is None:
+            n.loc = loc
+            stack += n.args
 
 
 def _guarded(a: Stage, at: Sequence[Expr], space: Sequence[int]) -> Expr:

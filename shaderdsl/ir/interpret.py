@@ -57,6 +57,20 @@ def evaluate_stage(
     return r
 
 
+def node_values(
+    s: Stage,
+    values: Mapping[Stage, Array],
+    dtype: str = "float64",
+    scalars: Mapping[str, float] | None = None,
+) -> dict[Expr, Array]:
+    """Every node of a stage's body, operands first; arrays broadcast over its space."""
+    assert s.body is not None
+    with np.errstate(all="ignore"):
+        ev = _Evaluator(s, values, np.dtype(dtype), scalars or {})
+        ev.value(s.body)
+        return {n: ev.memo[n] for n in E.values(s.body)}
+
+
 class _Evaluator:
     """Values of expressions over the space of one stage; every array has one dimension
     an axis.

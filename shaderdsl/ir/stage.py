@@ -142,8 +142,9 @@ def _intern(
     stage = _table.get(key)
     if stage is None:
         stage = Stage(kind, ext, rext, monoid, body, groups, dtype, name, keep)
-        stage.loc = loc
         _table[key] = stage
+    # Equal stages are one; an error belongs to the line of who wrote it last.
+    stage.loc = loc or stage.loc
     return stage
 
 
