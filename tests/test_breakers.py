@@ -523,6 +523,25 @@ def test_a_cast_to_f16_rounds_also_where_it_is_not_stored(device):
     close(gradient(lambda a: a.astype("f16").astype("f32") * 3, f32(0.1)), [3])
 
 
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x * 0.0,
+        lambda x: 0 * x,
+        lambda x: x - x,
+        lambda x: x + (-x),
+        lambda x: (x + 1) - (x + 1),
+        lambda x: sd.sum(x.reshape(4, 1) * 0.0, axis=1),
+        lambda x: (x * 1e30) * 0.0,
+    ],
+    ids=str,
+)
+def test_what_vanishes_keeps_nan(device, f):
+    """Drivers take x · 0 and x - x for 0, whatever x is."""
+    got = sd.compile(f)(f32(INF, NAN, -INF, 2))
+    np.testing.assert_array_equal(got, f32(NAN, NAN, NAN, 0))
+
+
 # ------------------------------------------------------------------ calls that fail
 
 

@@ -421,6 +421,10 @@ class Writer:
                 )
         if n.dtype in E.INTS and n.data in ("maximum", "minimum"):
             return self.let(f"{n.data[:3]}({', '.join(args)})", level)
+        whole = _vanishing(n)
+        if whole is not None:
+            name = f"sd_vanish{'_v4' if vector else ''}"
+            return self.let(f"{name}({args[whole]})", level)
         if all(x.kind == "const" for x in n.args):  # the front end must not evaluate it
             args = [
                 self.let(a, level, "c") if re.match(r"[\d(tf]", a) else a for a in args
@@ -622,6 +626,28 @@ def spell(name: str, args: Sequence[str], dtype: str, vector: bool) -> str:
     for k, a in enumerate(args):
         text = text.replace(f"{{{k}}}", a)
     return text
+
+
+def _vanishing(n: Expr) -> int | None:
+    """The operand x of x · 0, x - x and x + -x of floats: 0 unless x is NaN or infinite.
+
+    Drivers fold all three to 0 whatever x is, so that they need a text of their own.
+    """
+    if n.dtype != "f32" or len(n.args) != 2:
+        return None
+    a, b = n.args
+    if n.data == "mul":
+        zeros = [x.kind == "const" and x.data == 0 for x in n.args]
+        return None if zeros[0] == zeros[1] else int(zeros[0])
+    if n.data == "sub":
+        return 0 if a is b else None
+    if n.data == "add" and (_negation(b, a) or _negation(a, b)):
+        return 0
+    return None
+
+
+def _negation(a: Expr, b: Expr) -> bool:
+    return a.kind == "apply" and a.data == "neg" and a.args[0] is b
 
 
 def contiguous(form: Address, axis: int | None) -> bool:

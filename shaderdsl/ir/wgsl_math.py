@@ -135,6 +135,15 @@ fn sd_isinf{V}(x: {F}) -> {B} {
 }
 """
 )
+# x * 0, x - x: drivers fold both to 0, also for NaN and infinities.
+_helper(
+    """
+fn sd_vanish{V}(x: {F}) -> {F} {
+  let whole = (bitcast<{U}>(x) & {U}(0x7fffffffu)) < {U}(0x7f800000u);
+  return select(sd_nan{V}(), {F}(0.0), whole);
+}
+"""
+)
 # The upper half of the digits: products of two such numbers are exact.
 _helper(
     """
