@@ -542,6 +542,12 @@ def test_what_vanishes_keeps_nan(device, f):
     np.testing.assert_array_equal(got, f32(NAN, NAN, NAN, 0))
 
 
+def test_the_square_of_a_root(device):
+    x = f32(-4, -INF, NAN, 0, 4)
+    for f in (lambda x: sd.sqrt(x) * sd.sqrt(x), lambda x: sd.sqrt(x) ** 2):
+        close(sd.compile(f)(x), f32(NAN, NAN, NAN, 0, 4))
+
+
 # ------------------------------------------------------------------ calls that fail
 
 

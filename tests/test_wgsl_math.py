@@ -232,6 +232,7 @@ def test_what_drivers_fold(run):
     same(run("sd_div(0.0, a)", x), f32(NAN, NAN, 0, 0, 0))
     same(run("sd_div(a, 0.0)", x), f32(NAN, NAN, INF, INF, -INF))
     same(both_widths(run, "sd_vanish{V}(a)", x), f32(0, NAN, NAN, 0, 0))
+    same(both_widths(run, "sd_root_squared{V}(a)", x), f32(0, NAN, INF, 2, NAN))
     same(run("sd_max_f32(a, 0.0)", x), f32(0, NAN, INF, 2, 0))
     same(run("sd_min_f32(sd_max_f32(a, 0.0), 1.0)", x), f32(0, NAN, 1, 1, 0))
 

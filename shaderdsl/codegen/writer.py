@@ -407,6 +407,13 @@ class Writer:
 
     def _apply(self, n: Expr, level: int) -> str:
         vector = self.is_vector(n)
+        squared = n.data == "mul" and n.args[0] is n.args[1]
+        if squared and n.args[0].kind == "apply" and n.args[0].data == "sqrt":
+            # Drivers fold it to |x|, also where the root is NaN.
+            x = n.args[0].args[0]
+            root = self.splat(x) if vector else self.value(x)
+            name = f"sd_root_squared{'_v4' if vector else ''}"
+            return self.let(f"{name}({root})", level)
         args = []
         for x in n.args:
             v = self.splat(x) if vector else self.value(x)
@@ -629,7 +636,7 @@ def spell(name: str, args: Sequence[str], dtype: str, vector: bool) -> str:
 
 
 def _vanishing(n: Expr) -> int | None:
-    """The operand x of x · 0, x - x and x + -x of floats: 0 unless x is NaN or infinite.
+    """The operand x of x · 0, x - x, x + -x in floats: 0 unless x is NaN or infinite.
 
     Drivers fold all three to 0 whatever x is, so that they need a text of their own.
     """

@@ -144,6 +144,14 @@ fn sd_vanish{V}(x: {F}) -> {F} {
 }
 """
 )
+# sqrt(x) * sqrt(x): drivers fold it to |x|.
+_helper(
+    """
+fn sd_root_squared{V}(x: {F}) -> {F} {
+  return select(sd_nan{V}(), x, x >= {F}(0.0));
+}
+"""
+)
 # The upper half of the digits: products of two such numbers are exact.
 _helper(
     """
