@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .codegen.program import Program
@@ -42,6 +42,20 @@ def captured_inputs(outs: Sequence[Stage], inputs: Sequence[Stage]) -> list[Stag
     return [s for s in topo_stages(outs) if s.kind == "input" and s not in known]
 
 
+#: Called with a graph before it is planned, to tune its kernels: set by `tuner`.
+before_planning: (
+    Callable[[Sequence[Stage], Sequence[Stage], frozenset[int]], None] | None
+) = None
+
+
+def _tuner() -> Any:
+    if before_planning is None and os.environ.get("SHADERDSL_TUNE") == "1":
+        from .tuner import default_search
+
+        return default_search().tune
+    return before_planning
+
+
 class Plan:
     """A lowered program with its executable and the arrays that it captured."""
 
@@ -65,6 +79,9 @@ class Plan:
         # The compiler is loaded when it is first needed: importing stays quick.
         from .codegen.lower import lower as lower_graph
 
+        tune = _tuner()
+        if tune is not None:
+            tune(outs, (*inputs, *captured), donated)
         self.program: Program = lower_graph(
             outs, self.device.target, inputs=(*inputs, *captured), donated=donated
         )

@@ -29,6 +29,7 @@ LAYERS = (
         "op",
         "function",
         "random",
+        "tuner",
     ),
     ("ops", "interop"),
     ("nn", "optim", "schedules"),

@@ -5,7 +5,9 @@ rows; a second stage adds the shares in order.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+from .choice import pick
 from .member import Member
 from .partition import Group
 from .program import Kernel, Scratch
@@ -25,6 +27,14 @@ from .target import Target
 from .writer import WIDTH, Writer, indent, wgsl_type
 
 
+@dataclass(frozen=True)
+class ColumnSchedule:
+    """Parts into which the rows are cut, and invocations of a workgroup."""
+
+    shares: int
+    size: int = 64
+
+
 def column_kernels(g: Group, target: Target) -> list[Kernel]:
     """Print a group whose members are all column reductions over the same rows."""
     bodies = kernel_bodies(g)
@@ -34,9 +44,9 @@ def column_kernels(g: Group, target: Target) -> list[Kernel]:
     vector = vector_axis(layout, layout.loops[1])
     count, n = math.prod(g.rows), math.prod(g.lanes)
     threads = n // (WIDTH if vector is not None else 1)
-    size = 64
-    shares = _shares(count, threads, target)
-    per = -(-count // shares)
+    schedule = _choose(count, threads, target)
+    size = schedule.size
+    per = -(-count // schedule.shares)
     shares = -(-count // per)
     w = make_writer(g, layout, target, vector)
     width = w.extent(lanes, WIDTH if vector is not None else 1)
@@ -85,6 +95,29 @@ def column_kernels(g: Group, target: Target) -> list[Kernel]:
     grid = fold(-(-shares * threads // size), target)
     kernel = finish(g, w, layout, lines, kernel_name(g), "column", size, grid)
     return [kernel] + [finish_kernel(m, partials[m], shares, target) for m in g.members]
+
+
+def _choose(rows: int, threads: int, target: Target) -> ColumnSchedule:
+    """The default, or what was tuned."""
+    shares = _shares(rows, threads, target)
+    limits = target.limits
+    most = min(limits.max_invocations, limits.max_workgroup_size_x)
+
+    def fits(s: ColumnSchedule) -> bool:
+        steps = -(-rows // s.shares) if 1 <= s.shares <= rows else target.loop_budget
+        return 1 <= s.size <= most and max(steps, s.shares) <= target.loop_budget // 2
+
+    return pick(
+        target,
+        "column",
+        ColumnSchedule(shares),
+        lambda: [
+            ColumnSchedule(min(rows, max(1, int(shares * times))), size)
+            for times in (1, 2, 0.5, 4, 0.25)
+            for size in (64, 128, 32, 256)
+        ],
+        fits,
+    )
 
 
 def _shares(rows: int, threads: int, target: Target) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from .choice import pick
 from .contract_plan import Contraction, analyse
-from .contract_registers import Block, choose_block, registers
+from .contract_registers import Block, block_fits, likely_blocks, registers
 from .contract_split import sum_pieces
 from .contract_tiled import Shape, choose_shape, tiled
 from .partition import Group
@@ -22,7 +23,8 @@ def contract_kernels(group: Group, target: Target) -> list[Kernel]:
     """Print a group whose first member is a contraction."""
     c = analyse(group, target)
     if target.family == "software":
-        return register_kernels(c, choose_block(c))
+        cut = choose_registers(c)
+        return register_kernels(c, cut.block, cut.splits)
     # Half of the budget, for loops that a driver may add.
     longest = min(_LONGEST, target.loop_budget // 2)
     return tiled_kernels(c, *choose_shape([c], longest))
@@ -68,15 +70,55 @@ def in_pieces(
     ]
 
 
+@dataclass(frozen=True)
+class Cut:
+    """A block of registers, and into how many pieces k is cut."""
+
+    block: Block
+    splits: int
+
+
+def choose_registers(c: Contraction) -> Cut:
+    """Blocks and pieces: the default of the cost model, or what was tuned."""
+    blocks = likely_blocks(c)
+    limits = c.target.limits
+
+    def fits(cut: Cut) -> bool:
+        block, steps = cut.block, -(-c.sizes[3] // c.unroll)
+        return (
+            block_fits(c, block)
+            and min(block.tm, block.tn, block.x, block.y, cut.splits) >= 1
+            and block.tm * block.tn <= 1024
+            and block.size <= limits.max_invocations
+            and block.lanes == blocks[0].lanes
+            and (not block.lanes or (block.x, block.y) == (blocks[0].x, blocks[0].y))
+            and cut.splits >= needed_splits(c)
+            and cut.splits <= steps
+        )
+
+    def candidates() -> list[Cut]:
+        cuts = [Cut(b, choose_splits(c, b)) for b in blocks]
+        return cuts + [Cut(x.block, max(x.splits, 1) * 2) for x in cuts[:3]]
+
+    default = Cut(blocks[0], choose_splits(c, blocks[0]))
+    return pick(c.target, "registers", default, candidates, fits)
+
+
+def needed_splits(c: Contraction) -> int:
+    """Pieces of k for the loop budget and for exact sums."""
+    steps = -(-c.sizes[3] // c.unroll)
+    return max(1, -(-steps // (c.target.loop_budget // 2)), -(-c.sizes[3] // _LONGEST))
+
+
 def choose_splits(c: Contraction, block: Block) -> int:
     """Pieces of k: for the loop budget, for exact sums, and for enough threads."""
     batch, m, n, k = c.sizes
     steps = -(-k // c.unroll)
-    needed = max(-(-steps // (c.target.loop_budget // 2)), -(-k // _LONGEST))
+    needed = needed_splits(c)
     groups = (
         batch
         * math.ceil(m / (block.tm * block.y))
         * math.ceil(n / (block.tn * block.x))
     )
     wanted = min(8 // groups, steps // 256) if c.target.family == "software" else 1
-    return max(1, needed, wanted)
+    return max(needed, wanted)

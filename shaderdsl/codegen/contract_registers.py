@@ -7,7 +7,6 @@ handing a value around costs a small part of a load there.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, replace
 
@@ -43,20 +42,24 @@ def sharing_lanes(target: Target) -> int:
     return min(8, int(bits[1]) // 32) if bits else 4
 
 
-def choose_block(c: Contraction) -> Block:
-    """Large blocks need few loads; small problems want threads and little waste."""
-    best, cost = Block(4, 4), math.inf
+#: Blocks that are worth a measurement.
+_LIKELY = 12
+
+
+def likely_blocks(c: Contraction) -> list[Block]:
+    """The blocks that should be fastest, the best first.
+
+    Large blocks need few loads; small problems want threads and little waste.
+    """
     lanes = sharing_lanes(c.target)
-    for tm in (1, 2, 4, 8, 16, 32, 64):
-        for tn in (1, 2, 4, 8, 16):
-            block = Block(tm, tn, 8, 1, lanes)
-            if (
-                tm * tn <= 256
-                and block_fits(c, block)
-                and (estimate := milliseconds(c, block)) < cost
-            ):
-                best, cost = block, estimate
-    return best
+    blocks = [
+        Block(tm, tn, 8, 1, lanes)
+        for tm in (1, 2, 4, 8, 16, 32, 64)
+        for tn in (1, 2, 4, 8, 16)
+        if tm * tn <= 256
+    ]
+    blocks = [b for b in blocks if block_fits(c, b)] or [Block(4, 4)]
+    return sorted(blocks, key=lambda b: milliseconds(c, b))[:_LIKELY]
 
 
 def block_fits(c: Contraction, b: Block) -> bool:

@@ -8,14 +8,16 @@ so that their reads of workgroup memory meet few banks twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..ir import expr as E
+from .choice import pick
 from .contract_plan import Contraction, Loop, inner_axis, plain_tensors
 from .contract_tile import XYZW, Tile, plus
 from .program import Kernel, Scratch
 from .schedule import finish, fold
+from .target import Target
 from .writer import WIDTH, Writer, indent
 
 
@@ -341,35 +343,72 @@ class Tiled(Tile):
         )
 
 
+@dataclass(frozen=True)
+class Tiling:
+    """A tile shape, and into how many pieces k is cut."""
+
+    shape: Shape
+    splits: int
+
+
 def choose_shape(cs: Sequence[Contraction], longest: int) -> tuple[Shape, int]:
     """Tile shape and pieces of k for contractions that share a kernel.
 
     Large tiles load least, but a device wants about two workgroups a processor.
     """
-    limits = cs[0].target.limits
+    target = cs[0].target
     k = max(c.sizes[3] for c in cs)
-    best, best_cost = (SHAPES[-1][0], 1), math.inf
-    for shape, speed in SHAPES:
-        if shape.memory > limits.max_workgroup_storage:
+    costs = {t: _cost(cs, t) for t in _tilings(cs, longest)}
+    default = min(costs, key=lambda t: costs[t])
+
+    def fits(t: Tiling) -> bool:
+        known = t.shape in [shape for shape, _ in SHAPES]
+        return (
+            known
+            and _within(t.shape, target)
+            and t.splits >= 1
+            and math.ceil(k / t.splits) <= max(longest, t.shape.bk)
+        )
+
+    chosen = pick(
+        target, "tiles", default, lambda: sorted(costs, key=lambda t: costs[t]), fits
+    )
+    return chosen.shape, chosen.splits
+
+
+def _within(shape: Shape, target: Target) -> bool:
+    limits = target.limits
+    return (
+        shape.memory <= limits.max_workgroup_storage
+        and shape.size <= limits.max_invocations
+    )
+
+
+def _tilings(cs: Sequence[Contraction], longest: int) -> Iterator[Tiling]:
+    """Shapes that the device allows, with pieces that are neither tiny nor too long."""
+    k = max(c.sizes[3] for c in cs)
+    for shape, _ in SHAPES:
+        if not _within(shape, cs[0].target):
             continue
-        if shape.size > limits.max_invocations:
-            continue
-        for splits in (1, 2, 4, 8, 16, 32):
-            piece = math.ceil(k / splits)
-            if splits > 1 and piece < 8 * shape.bk:
+        needed = math.ceil(k / longest)
+        for splits in (1, 2, 4, 8, 16, 32) if needed <= 32 else (needed,):
+            if 1 < splits != needed and math.ceil(k / splits) < 8 * shape.bk:
                 break
-            if piece > longest:
-                continue
-            groups = splits * sum(workgroups(c, shape) for c in cs)
-            waves = max(math.ceil(2 * groups / _FULL) / 2, 1.0)
-            cost = waves * shape.bm * shape.bn * (piece + 2 * shape.bk) / speed
-            if splits > 1:  # pieces are written and read again
-                results = sum(math.prod(c.sizes[:3]) for c in cs)
-                cost += results * (splits + 1) * 12 / _FULL + 40_000
-            if cost < best_cost:
-                best, best_cost = (shape, splits), cost
-    shape, splits = best
-    return shape, max(splits, math.ceil(k / longest))
+            if splits >= needed:
+                yield Tiling(shape, splits)
+
+
+def _cost(cs: Sequence[Contraction], t: Tiling) -> float:
+    """Time in multiplications of a workgroup, with reading and writing of pieces."""
+    shape, splits = t.shape, t.splits
+    piece = math.ceil(max(c.sizes[3] for c in cs) / splits)
+    groups = splits * sum(workgroups(c, shape) for c in cs)
+    waves = max(math.ceil(2 * groups / _FULL) / 2, 1.0)
+    cost = waves * shape.bm * shape.bn * (piece + 2 * shape.bk) / dict(SHAPES)[shape]
+    if splits > 1:
+        results = sum(math.prod(c.sizes[:3]) for c in cs)
+        cost += results * (splits + 1) * 12 / _FULL + 40_000
+    return cost
 
 
 def workgroups(c: Contraction, shape: Shape) -> int:

@@ -23,6 +23,7 @@ from .siblings import merge_siblings
 from .split import split_long
 from .target import Target
 from .templates import kernels_of
+from .tuning import Trial, trial
 
 SCHEDULES: dict[str, Callable[[Group, Target], list[Kernel]]] = {
     "map": map_kernels,
@@ -50,11 +51,9 @@ def lower(
         donated: positions of inputs whose memory may be reused.
     """
     outs = split_long(outs, target)
-    partition = Partition(outs, target)
-    arrangement = Arrangement(partition, target, inputs, outs, donated)
-    merge_updates(arrangement)
-    write_in_place(arrangement)
-    merge_siblings(arrangement, target)
+    arrangement = arrange(outs, target, inputs, donated)
+    partition = arrangement.partition
+    note = target.tuned.note
     kernels: list[Kernel] = []
     for g in arrangement.groups():
         if g.kind not in SCHEDULES:
@@ -66,10 +65,41 @@ def lower(
         tuple(outs),
         donated,
         _scalars(outs),
-        (*partition.log, *arrangement.log),
+        (*partition.log, *arrangement.log, *([note] if note else [])),
         arrangement.places,
         frozenset(partition.online.virtual),
     )
+
+
+def arrange(
+    outs: Sequence[Stage],
+    target: Target,
+    inputs: Sequence[Stage],
+    donated: frozenset[int],
+) -> Arrangement:
+    """Which groups there are, in which order and memory."""
+    arrangement = Arrangement(Partition(outs, target), target, inputs, outs, donated)
+    merge_updates(arrangement)
+    write_in_place(arrangement)
+    merge_siblings(arrangement, target)
+    return arrangement
+
+
+def trials(
+    outs: Sequence[Stage],
+    target: Target,
+    *,
+    inputs: Sequence[Stage],
+    donated: frozenset[int] = frozenset(),
+) -> list[Trial]:
+    """The kernels of a graph whose schedules have something to choose, each once."""
+    groups = arrange(split_long(outs, target), target, inputs, donated).groups()
+    found: dict[str, Trial] = {}
+    for g in groups:
+        one = trial(g, target, SCHEDULES[g.kind])
+        if one is not None:
+            found.setdefault(one.key, one)
+    return list(found.values())
 
 
 def _scalars(outs: Sequence[Stage]) -> tuple[tuple[str, str], ...]:

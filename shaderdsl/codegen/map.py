@@ -5,7 +5,9 @@ one element) of each.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+from .choice import pick
 from .partition import Group
 from .program import Kernel
 from .schedule import (
@@ -23,14 +25,38 @@ from .target import Target
 from .writer import WIDTH, contiguous
 
 
+@dataclass(frozen=True)
+class MapSchedule:
+    """Invocations of a workgroup, and whether each takes a vec4 where one fits."""
+
+    size: int
+    wide: bool = True
+
+
+def choose(target: Target) -> MapSchedule:
+    """The default, or what was tuned."""
+    limits = target.limits
+    most = min(limits.max_invocations, limits.max_workgroup_size_x)
+    default = MapSchedule(64 if target.family == "software" else 256)
+    sizes = (128, 64, 32, 256, 512)
+    return pick(
+        target,
+        "map",
+        default,
+        lambda: [MapSchedule(n, wide) for wide in (True, False) for n in sizes],
+        lambda s: 1 <= s.size <= most,
+    )
+
+
 def map_kernels(g: Group, target: Target) -> list[Kernel]:
     """Print a group of maps."""
     bodies = {m: b for m, b in kernel_bodies(g).items() if m in g.stored}
     layout = lay_out(g, bodies, [range(len(g.space))])
     loop = layout.loops[0]
-    vector = vector_axis(layout, loop)
+    schedule = choose(target)
+    vector = vector_axis(layout, loop) if schedule.wide else None
     threads = math.prod(g.space) // (WIDTH if vector is not None else 1)
-    size = 64 if target.family == "software" else 256
+    size = schedule.size
     w = make_writer(g, layout, target, vector)
     for m in g.stored:
         if vector is not None and not contiguous(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .choice import pick
 from .online_plan import Online, steps_of
 from .target import Target
 from .writer import WIDTH
@@ -60,26 +62,47 @@ _REGISTERS = 144
 
 
 def choose_tiles(o: Online) -> Tiles:
-    """The largest tile whose accumulators stay in registers."""
-    limits = o.target.limits
-    inner = [o.extent(p.inner) for p in o.products]
-    columns = [o.extent(s.column) for s in o.sums if s.column is not None]
-    last = None
+    """The largest tile whose accumulators stay in registers, or what was tuned."""
+    every = [t for t in _tiles() if _fits(o, t)]
+    assert every
+    light = [t for t in every if _kept(o, t) <= _REGISTERS and _tall(o, t)]
+    default = (light or every[-1:])[0]
+    return pick(
+        o.target,
+        "online_tiles",
+        default,
+        lambda: [*light, *(t for t in every if t not in light)],
+        lambda t: t in every,
+    )
+
+
+def _tiles() -> Iterator[Tiles]:
     for rows, lines, tx, ty in SHAPES:
         for dc, lc in itertools.product((16, 8, 4), (2 * tx, tx)):
-            if any(n % dc for n in inner) or lc > 16:
-                continue
-            t = Tiles(rows, lines, tx, ty, dc, lc)
-            kept = len(inner) * t.tm * t.tl
-            kept += sum(t.tm * t.columns(n) * WIDTH for n in columns)
-            fits = t.memory(max(columns)) * 16 <= limits.max_workgroup_storage
-            if not fits or t.size > limits.max_invocations:
-                continue
-            last = t
-            if kept <= _REGISTERS and (rows <= 64 or o.extent(o.row) >= 256):
-                return t
-    assert last is not None
-    return last
+            if lc <= 16:
+                yield Tiles(rows, lines, tx, ty, dc, lc)
+
+
+def _fits(o: Online, t: Tiles) -> bool:
+    """Whether a tile divides the products and keeps to the limits."""
+    limits = o.target.limits
+    columns = max(o.extent(s.column) for s in o.sums if s.column is not None)
+    return (
+        not any(o.extent(p.inner) % t.dc for p in o.products)
+        and t.memory(columns) * 16 <= limits.max_workgroup_storage
+        and t.size <= limits.max_invocations
+    )
+
+
+def _kept(o: Online, t: Tiles) -> int:
+    """Registers that a thread's accumulators take."""
+    columns = [o.extent(s.column) for s in o.sums if s.column is not None]
+    kept = len(o.products) * t.tm * t.tl
+    return kept + sum(t.tm * t.columns(n) * WIDTH for n in columns)
+
+
+def _tall(o: Online, t: Tiles) -> bool:
+    return t.rows <= 64 or o.extent(o.row) >= 256
 
 
 def shuffles(target: Target, tx: int) -> bool:

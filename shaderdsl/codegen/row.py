@@ -12,11 +12,12 @@ fixed order.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..ir import expr as E
+from .choice import pick
 from .column import column_kernels, finish_kernel
 from .member import Member
 from .partition import Group
@@ -85,6 +86,47 @@ def choose(
     return RowSchedule(width, size, chunks, groups)
 
 
+def candidates(
+    rows: int, n: int, columns: bool, phases: int, target: Target
+) -> Iterator[RowSchedule]:
+    """Schedules worth measuring: few to many elements a lane, and how rows share
+    workgroups.
+    """
+    for chunks in (2, 1, 4, 8, 16, 0):
+        widths = [1 << q for q in range(11)]
+        if chunks:
+            widths = [w for w in widths if w * chunks == _power(n)]
+        else:
+            widths = [w for w in widths if w >= 32 and w * 16 <= n]
+        for width in widths:
+            sizes = dict.fromkeys(max(1, size // width) for size in (128, 64, 256))
+            for size in sizes if rows > 1 else (1,):
+                every = (256, 128, 512, 1024, 32) if columns else (0,)
+                for groups in every:
+                    yield RowSchedule(
+                        width, size, chunks, min(groups, -(-rows // size))
+                    )
+
+
+def fits(
+    s: RowSchedule, rows: int, n: int, columns: bool, phases: int, target: Target
+) -> bool:
+    """Whether a schedule covers the rows within the target's limits."""
+    limits = target.limits
+    most = min(limits.max_invocations, limits.max_workgroup_size_x)
+    if min(s.width, s.rows, s.chunks + 1, s.groups + 1) < 1 or s.width != _power(
+        s.width
+    ):
+        return False
+    if s.width * s.rows > most or (s.chunks and s.width * s.chunks < n):
+        return False
+    if bool(s.groups) != columns or s.groups > limits.max_workgroups or s.chunks > 32:
+        return False
+    steps = phases * -(-n // s.width) if not s.chunks else 1
+    turns = -(-rows // (s.groups * s.rows)) if s.groups else 1
+    return turns * (1 + (steps if not s.chunks else 0)) <= target.loop_budget // 2
+
+
 def _power(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
@@ -110,12 +152,19 @@ class _Row:
         self.reductions = [m for m in g.members if m.role not in ("column", "map")]
         self.maps = [m for m in g.members if m.role == "map" and m in g.stored]
         self.levels = self._levels()
-        self.schedule = schedule or choose(
+        shape = (
             self.row_count,
             self.n,
             bool(self.columns),
             1 + max(self.levels.values(), default=0),
             target,
+        )
+        self.schedule = schedule or pick(
+            target,
+            "row",
+            choose(*shape),
+            lambda: candidates(*shape),
+            lambda s: fits(s, *shape),
         )
         self.partials: dict[Member, Scratch] = {}
         self.w = make_writer(g, self.layout, target, self.vector)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from .choice import Decider, Tuned
+
 #: Loop iterations that one invocation may spend.  Mesa's software driver ends every
 #: loop of an invocation silently after 65,535 in total; the margin is for loops that
 #: a driver adds.
@@ -64,6 +66,8 @@ class Target:
         online: whether products of products run in one pass (attention); without, each
             stage is a kernel of its own, which is what tests compare with.
         online_from: bytes of scores from which they are computed again and not stored.
+        tuned: choices that were measured here to be the fastest, by kernel.
+        choice: what decides for the schedules of one kernel; the cost model if absent.
     """
 
     name: str
@@ -74,6 +78,8 @@ class Target:
     enable_subgroups_directive: bool = False
     online: bool = True
     online_from: int = 0
+    tuned: Tuned = field(default_factory=Tuned, compare=False, repr=False)
+    choice: Decider | None = None
 
     def portable(self) -> Target:
         """The same device held to what every WebGPU implementation guarantees."""

@@ -23,6 +23,7 @@ from .partition import Group
 from .program import Binding, Kernel, Param, Scratch, Tensor
 from .schedule import members_of
 from .target import Target
+from .tuning import decided, noted
 
 Schedule = Callable[[Group, Target], list[Kernel]]
 
@@ -33,6 +34,7 @@ _KEPT = 4096
 
 def kernels_of(g: Group, target: Target, schedule: Schedule) -> list[Kernel]:
     """The kernels of a group: printed, or taken over from an equal one."""
+    target = decided(g, target)
     key, tensors = signature(g)
     key = (key, target)
     found = _memory.get(key)
@@ -40,7 +42,7 @@ def kernels_of(g: Group, target: Target, schedule: Schedule) -> list[Kernel]:
     if found is None and store is not None:
         found = _read(store.get(_text_key(key)))
     if found is None:
-        kernels = schedule(g, target)
+        kernels = noted(schedule(g, target), target)
         found = _abstract(kernels, tensors, g)
         if found is not None:
             if store is not None:
@@ -59,7 +61,7 @@ def _remember(key: Any, found: list[dict[str, Any]]) -> None:
 
 
 @cache
-def _version() -> str:
+def version() -> str:
     """A digest of the code that prints, so that another version never takes over its
     texts.
     """
@@ -71,7 +73,7 @@ def _version() -> str:
 
 
 def _text_key(key: Any) -> str:
-    return f"{_version()} {key!r}"
+    return f"{version()} {key!r}"
 
 
 # ------------------------------------------------------------------ what a text depends

@@ -255,7 +255,7 @@ def _choose(spec: str | None, limits: str | None) -> Device:
             cure="install a Vulkan, Metal or Direct3D 12 driver (Mesa's software "
             "driver will do), or set SHADERDSL_DEVICE=cpu",
         )
-    _say_once(f"shaderdsl: {reason}; running on the CPU with NumPy")
+    say_once(f"shaderdsl: {reason}; running on the CPU with NumPy")
     return CpuDevice.instance()
 
 
@@ -280,7 +280,8 @@ def _what_there_is(found: list[DeviceInfo]) -> str:
 _said: set[str] = set()
 
 
-def _say_once(line: str) -> None:
+def say_once(line: str) -> None:
+    """Print a line on stderr, once a process."""
     if line not in _said:
         _said.add(line)
         print(line, file=sys.stderr)

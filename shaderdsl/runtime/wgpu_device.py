@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,10 +26,10 @@ from ..errors import (
     NoAdapterError,
     ShaderError,
 )
-from . import profiling
+from . import profiling, tuned
 from .adapters import LIMIT_NAMES, found, home, opened, refuse_fork
 from .buffers import Buffer, Pool, physical_memory
-from .device import STORAGE, VISIBLE, Device, DeviceInfo
+from .device import STORAGE, VISIBLE, Device, DeviceInfo, say_once
 from .pipelines import Pipelines
 
 if TYPE_CHECKING:
@@ -58,7 +59,12 @@ class WgpuDevice(Device):
 
     def __init__(self, adapter: Any, info: DeviceInfo, limits: str):
         self.name, self.info, self.limits = info.name, info, limits
-        self.target = info.target if limits == "adapter" else info.target.portable()
+        target = info.target if limits == "adapter" else info.target.portable()
+        #: What measurements are good for, beside the adapter's name.
+        self.driver = f"{info.backend} {info.driver}, wgpu {wgpu.__version__}"
+        self.target = replace(target, tuned=tuned.load(info.name, self.driver))
+        if self.target.tuned.note:
+            say_once(f"shaderdsl: {self.target.tuned.note}; run `shaderdsl tune` again")
         wanted = self.target.features
         features = [
             name
