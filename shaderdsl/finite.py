@@ -199,7 +199,7 @@ def _inside(
                 cause = wild[0]
             if cause is not n:
                 how += f", because {_told(cause, nodes, s.space, spot)}"
-            return f": {how}", _line(cause)
+            return f": {how}", cause.loc
     return None
 
 
@@ -225,14 +225,3 @@ def _position(s: Stage, at: tuple[int, ...]) -> tuple[int, ...]:
 
 def _shown(x: np.ndarray, space: tuple[int, ...], spot: tuple[int, ...]) -> str:
     return f"{np.broadcast_to(x, space)[spot]:.6g}"
-
-
-def _line(n: Expr) -> str | None:
-    """The line of a node, or of the nearest one below it that has one."""
-    stack = [n]
-    while stack:
-        node = stack.pop(0)
-        if node.loc:
-            return node.loc
-        stack += node.args
-    return None

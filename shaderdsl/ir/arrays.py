@@ -106,7 +106,8 @@ def elementwise(name: str, *xs: Operand) -> Stage:
     shape = broadcast_shape(*(x.shape for x in xs if isinstance(x, Stage)))
     body = E.apply(name, *(read(x, shape) for x in xs))
     dtype = name[3:] if name.startswith("to_") else _storage(xs, body)
-    return map_stage(shape, body, name, dtype=dtype, loc=E.user_location())
+    body.loc = E.user_location()  # equal expressions are one: who wrote it last
+    return map_stage(shape, body, name, dtype=dtype, loc=body.loc)
 
 
 def cast(x: Stage, dtype: str) -> Stage:
