@@ -106,8 +106,10 @@ def elementwise(name: str, *xs: Operand) -> Stage:
     shape = broadcast_shape(*(x.shape for x in xs if isinstance(x, Stage)))
     body = E.apply(name, *(read(x, shape) for x in xs))
     dtype = name[3:] if name.startswith("to_") else _storage(xs, body)
-    body.loc = E.user_location()  # equal expressions are one: who wrote it last
-    return map_stage(shape, body, name, dtype=dtype, loc=body.loc)
+    here = E.user_location()
+    if body.kind == "apply":
+        body.loc = here  # equal expressions are one: who wrote it last
+    return map_stage(shape, body, name, dtype=dtype, loc=here)
 
 
 def cast(x: Stage, dtype: str) -> Stage:
