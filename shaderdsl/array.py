@@ -15,6 +15,8 @@ import numpy as np
 from .dtypes import DTYPES, NUMPY, DType, dtype_name, host_array
 from .engine import placeholder, run_graph
 from .errors import (
+    AxisError,
+    DeviceError,
     DonatedError,
     DTypeError,
     IndexRangeError,
@@ -29,6 +31,7 @@ from .ir.primitives import PRIMITIVES
 from .ir.stage import Stage, input_stage, kept, whole
 from .ir.trace import OPERATORS, expand_power
 from .runtime import current as current_device
+from .runtime import open_device
 
 # Integer arrays remember their host copy, so that ids can be checked before a launch.
 _KEEP_HOST = 1 << 24
@@ -165,6 +168,33 @@ class Array:
             + ("" if self.shape else "; close over a number that must be known before"),
         )
 
+    # -------------------------------------------------------------- standard
+
+    def __array_namespace__(self, *, api_version: str | None = None) -> Any:
+        """The array API standard's functions for these arrays."""
+        from .interop import array_api
+
+        return array_api.namespace(api_version)
+
+    @property
+    def device(self) -> Any:
+        """The device that holds the data; of data not yet uploaded, the current one."""
+        return current_device() if self._buffer is None else self._buffer.device
+
+    def to_device(self, device: Any, /, *, stream: Any = None) -> Array:
+        """The array in the memory of another device: a `Device` or its name.
+
+        Work runs on the device chosen by ``use_device``; arrays follow.
+        """
+        if stream is not None:
+            raise DeviceError("to_device: there are no streams")
+        target = open_device(device)
+        if self._buffer is not None and self._buffer.device is target:
+            return self
+        return Array.of_buffer(
+            target.upload(self.numpy(), self.dtype.name), self.shape, self.dtype.name
+        )
+
     # -------------------------------------------------------------- values
 
     def numpy(self) -> np.ndarray:
@@ -210,6 +240,9 @@ class Array:
     def __int__(self) -> int:
         return int(self.item())
 
+    def __complex__(self) -> complex:
+        return complex(self.item())
+
     def __index__(self) -> int:
         if self.dtype not in E.INTS or self.shape:
             raise TypeError("only an integer array without dimensions is an index")
@@ -241,6 +274,8 @@ class Array:
 
     def __getitem__(self, key: Any) -> Array:
         items = key if isinstance(key, tuple) else (key,)
+        if len(items) == 1 and _is_mask(items[0]):
+            return _masked(self, asarray(items[0]))
         arrays: list[Any] = []
         plain: list[Any] = []
         for i in items:
@@ -258,6 +293,14 @@ class Array:
         if arrays:
             return take(self, arrays[0]) if len(items) == 1 else _bad_index()
         return call(lambda x: A.get(x, shown, ()), self)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise TraceError(
+            "arrays do not change",
+            where=E.user_location(),
+            cure="make a new one: sd.where(mask, new, x), or sd.update_slice(x, new, "
+            "axis=…, start=…), which writes in place where x is not used again",
+        )
 
     def reshape(self, *shape: Any) -> Array:
         """The same elements under another shape."""
@@ -281,6 +324,15 @@ class Array:
     def T(self) -> Array:
         """Axes reversed."""
         return self.transpose()
+
+    @property
+    def mT(self) -> Array:
+        """The last two axes swapped."""
+        if self.ndim < 2:
+            raise AxisError(
+                f"mT of an array with {self.ndim} dimensions", where=E.user_location()
+            )
+        return self.transpose((*range(self.ndim - 2), self.ndim - 1, self.ndim - 2))
 
     def astype(self, dtype: Any) -> Array:
         """The array in another dtype."""
@@ -403,6 +455,29 @@ def _position(i: Any) -> int:
         f"an index is an integer, a slice, None, ... or an integer array, not {i!r}",
         where=E.user_location(),
     )
+
+
+def _is_mask(key: Any) -> bool:
+    if isinstance(key, Array):
+        return key.dtype == "bool"
+    return isinstance(key, np.ndarray) and key.dtype.kind == "b"
+
+
+def _masked(x: Array, mask: Array) -> Array:
+    """``x[mask]``: how many there are depends on the mask, which is read."""
+    if mask.shape != x.shape[: mask.ndim]:
+        raise ShapeError(
+            f"a mask of shape {mask.shape} for an array of shape {x.shape}",
+            where=E.user_location(),
+            cure="the mask has the shape of the array's first axes",
+        )
+    if mask.symbolic:
+        mask._refuse("be an index: how many it chooses is not known")
+    rest = x.shape[mask.ndim :]
+    chosen = np.flatnonzero(mask.numpy()).astype(np.int32)
+    if not chosen.size or 0 in rest:
+        return asarray(np.zeros((chosen.size, *rest), NUMPY[x.dtype.name]))
+    return take(x.reshape((mask.size, *rest)), asarray(chosen))
 
 
 def _bad_index() -> Array:
@@ -561,18 +636,29 @@ def _as_u32(x: int) -> Array:
     return Array.of_host(np.asarray(x, np.uint32), "u32")
 
 
-def take(x: Array, ids: Array) -> Array:
-    """Rows ``x[ids]``; ids that are known on the host are checked."""
+def take(x: Array, ids: Array, axis: int = 0) -> Array:
+    """``x[ids]`` along an axis; ids that are known on the host are checked."""
+    check_ids(x, ids, axis)
+    return call(lambda a, i: A.take(a, i, axis), x, ids)
+
+
+def check_ids(x: Array, ids: Array, axis: int) -> None:
+    """Refuse ids known on the host that are outside of an axis.
+
+    Raises:
+        IndexRangeError: one is below 0 or beyond the axis.
+    """
     host = ids._host
-    if host is not None and host.size and x.shape:
-        low, high = int(host.min()), int(host.max())
-        if low < 0 or high >= x.shape[0]:
-            raise IndexRangeError(
-                f"indices run from {low} to {high}, the first axis has size "
-                f"{x.shape[0]}",
-                where=E.user_location(),
-            )
-    return call(A.take, x, ids)
+    if host is None or not host.size or not x.shape or host.dtype.kind not in "iu":
+        return
+    a = A.normal_axis(axis, x.ndim)
+    low, high = int(host.min()), int(host.max())
+    if low < 0 or high >= x.shape[a]:
+        raise IndexRangeError(
+            f"indices run from {low} to {high}, "
+            f"{'the first axis' if a == 0 else f'axis {a}'} has size {x.shape[a]}",
+            where=E.user_location(),
+        )
 
 
 def read_whole(x: Array) -> Expr:

@@ -251,15 +251,30 @@ def cumsum(x: Stage, axis: int) -> Stage:
     )
 
 
+def cumprod(x: Stage, axis: int) -> Stage:
+    """Running product: y[i] = ∏ over j ≤ i of x[j]."""
+    a = normal_axis(axis, len(x.shape))
+    j = len(x.shape)
+    body = E.substitute(read(x, x.shape), {a: E.index(j)})
+    value = running("prod", body, a, j, [*x.shape, x.shape[a]], "cumprod")
+    return map_stage(x.shape, value, "cumprod", dtype=x.dtype)
+
+
 def running_sum(body: Expr, out: int, red: int, extents: Any, name: str) -> Expr:
     """Σ over ``red ≤ out`` of a body over the axis ``red``."""
     if body.dtype == "bool":
         body = E.cast(body, "i32")
-    masked = E.where(
-        E.apply("le", E.index(red), E.index(out)), body, E.const(0, body.dtype)
-    )
+    return running("sum", body, out, red, extents, name)
+
+
+def running(
+    monoid: str, body: Expr, out: int, red: int, extents: Any, name: str
+) -> Expr:
+    """A reduction over ``red ≤ out`` of a body over the axis ``red``."""
+    identity = E.const(MONOIDS[monoid].identity[body.dtype], body.dtype)
+    masked = E.where(E.apply("le", E.index(red), E.index(out)), body, identity)
     kept = [k for k in range(len(extents)) if k != red]
-    return make_reduce("sum", masked, kept, [red], extents, name)
+    return make_reduce(monoid, masked, kept, [red], extents, name)
 
 
 # ------------------------------------------------------------------ products
@@ -450,8 +465,43 @@ def _is_array(i: Any) -> bool:
     return isinstance(i, tuple) and len(i) == 2 and i[0] == "array"
 
 
-def take(x: Stage, ids: Stage) -> Stage:
-    """Rows ``x[ids]``."""
+def take(x: Stage, ids: Stage, axis: int = 0) -> Stage:
+    """``x[ids]`` along an axis, whose place the axes of the ids take."""
+    a = _indexed_axis(x, ids, axis)
+    rank = len(ids.shape)
+    here = [E.index(a + k) for k in range(rank)]
+    picked = E.cast(E.load(ids, here), "i32")
+    after = range(a + rank, len(x.shape) + rank - 1)
+    idx = [*map(E.index, range(a)), picked, *map(E.index, after)]
+    body = E.load(x, idx)
+    body.loc = body.loc or E.user_location()
+    shape = [*x.shape[:a], *ids.shape, *x.shape[a + 1 :]]
+    return map_stage(shape, body, "take", dtype=x.dtype, loc=E.user_location())
+
+
+def take_along_axis(x: Stage, ids: Stage, axis: int) -> Stage:
+    """``y[…, i, …] = x[…, ids[…, i, …], …]``; the other axes broadcast."""
+    a = _indexed_axis(x, ids, axis)
+    if len(ids.shape) != len(x.shape):
+        raise ShapeError(
+            f"take_along_axis of {x.shape} with indices {ids.shape}: both need the "
+            "same number of axes",
+            where=E.user_location(),
+        )
+    rest = broadcast_shape(
+        [1 if k == a else n for k, n in enumerate(x.shape)],
+        [1 if k == a else n for k, n in enumerate(ids.shape)],
+    )
+    shape = [*rest[:a], ids.shape[a], *rest[a + 1 :]]
+    idx = [E.index(k) if n != 1 else E.const(0) for k, n in enumerate(x.shape)]
+    idx[a] = E.cast(read(ids, shape), "i32")
+    body = E.load(x, idx)
+    body.loc = body.loc or E.user_location()
+    return map_stage(shape, body, "take", dtype=x.dtype, loc=E.user_location())
+
+
+def _indexed_axis(x: Stage, ids: Stage, axis: int) -> int:
+    """The axis that an index array picks from."""
     if ids.dtype not in E.INTS:
         raise DTypeError(
             f"an index array is {ids.dtype}; it must be i32 or u32",
@@ -461,14 +511,7 @@ def take(x: Stage, ids: Stage) -> Stage:
         raise AxisError(
             "an array without dimensions cannot be indexed", where=E.user_location()
         )
-    rank = len(ids.shape)
-    row = E.cast(read(ids, ids.shape), "i32")
-    idx = [row, *(E.index(rank + k) for k in range(len(x.shape) - 1))]
-    body = E.load(x, idx)
-    body.loc = body.loc or E.user_location()
-    return map_stage(
-        [*ids.shape, *x.shape[1:]], body, "take", dtype=x.dtype, loc=E.user_location()
-    )
+    return normal_axis(axis, len(x.shape))
 
 
 def concatenate(xs: Sequence[Stage], axis: int = 0) -> Stage:

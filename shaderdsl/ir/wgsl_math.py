@@ -160,6 +160,23 @@ fn sd_head{V}(x: {F}) -> {F} {
 }
 """
 )
+# The size of x with the sign of y.
+_helper(
+    """
+fn sd_signed{V}(x: {F}, y: {F}) -> {F} {
+  let sign = bitcast<{U}>(y) & {U}(0x80000000u);
+  return bitcast<{F}>((bitcast<{U}>(x) & {U}(0x7fffffffu)) | sign);
+}
+"""
+)
+# x, but a zero with the sign of y: drivers do not keep it.
+_helper(
+    """
+fn sd_zero_of{V}(x: {F}, y: {F}) -> {F} {
+  return select(x, sd_signed{V}(x, y), x == {F}(0.0));
+}
+"""
+)
 # Constants fold wrongly: 0 / b to 0 and a / 0 to anything. So both are spelled out; the
 # first is NaN where b is 0 or NaN. Where 1 / b would be subnormal, GPUs that multiply
 # by the reciprocal give 0; a quarter of both has the same quotient.
@@ -170,7 +187,8 @@ fn sd_div{V}(a: {F}, b: {F}) -> {F} {
   let none = b == {F}(0.0);
   let s = select({F}(1.0), {F}(0.25), abs(b) > {F}(4.2535296e37));
   let q = select((a * s) / select(b * s, {F}(1.0), none), a * sd_inf{V}(), none);
-  return select(q, select(sd_nan{V}(), {F}(0.0), whole), a == {F}(0.0));
+  let v = select(q, select(sd_nan{V}(), {F}(0.0), whole), a == {F}(0.0));
+  return sd_signed{V}(v, bitcast<{F}>(bitcast<{U}>(a) ^ bitcast<{U}>(b)));
 }
 """
 )
@@ -243,7 +261,7 @@ fn sd_expm1{V}(x: {F}) -> {F} {
   let q = fma(r * r, POLY, r);
   let h = bitcast<{F}>(({I}(n) + {I}(126)) << {U}(23u));
   let v = {F}(2.0) * fma(h, q, h - {F}(0.5));
-  return select(v, x, sd_isnan{V}(x));
+  return select(sd_signed{V}(v, x), x, sd_isnan{V}(x));
 }
 """.replace("POLY", _polynomial("r", _EXPM1))
 )
@@ -457,7 +475,7 @@ fn sd_wave{V}(x: {F}, shift: i32) -> {F} {
 _helper(
     """
 fn sd_sin{V}(x: {F}) -> {F} {
-  return sd_wave{V}(x, 0);
+  return sd_zero_of{V}(sd_wave{V}(x, 0), x);
 }
 """
 )
@@ -476,7 +494,7 @@ fn sd_tan{V}(x: {F}) -> {F} {
   let s = sd_sin_part{V}(r);
   let c = sd_cos_part{V}(r);
   let odd = ({I}(n) & {I}(1)) != {I}(0);
-  let t = select(s, -c, odd) / select(c, s, odd);
+  let t = sd_zero_of{V}(select(s, -c, odd) / select(c, s, odd), x);
   return select(t, sd_nan{V}(), sd_isnan{V}(x) | sd_isinf{V}(x));
 }
 """
@@ -504,8 +522,7 @@ fn sd_asin{V}(x: {F}) -> {F} {
   let z = select(a * a, fma({F}(-0.5), a, {F}(0.5)), big);
   let p = sd_asin_part{V}(select(a, sqrt(z), big), z);
   let v = select(p, {F}(1.57079637) - fma({F}(2.0), p, {F}(4.37113883e-8)), big);
-  let w = select(v, -v, x < {F}(0.0));
-  return select(w, sd_nan{V}(), (a > {F}(1.0)) | sd_isnan{V}(x));
+  return select(sd_signed{V}(v, x), sd_nan{V}(), (a > {F}(1.0)) | sd_isnan{V}(x));
 }
 """
 )
@@ -550,7 +567,7 @@ fn sd_atan{V}(x: {F}) -> {F} {
   let big = a > {F}(1.0);
   let p = sd_atan_part{V}(select(a, {F}(1.0) / a, big));
   let v = select(p, {F}(1.57079637) - (p + {F}(4.37113883e-8)), big);
-  return select(select(v, -v, x < {F}(0.0)), x, sd_isnan{V}(x));
+  return select(sd_signed{V}(v, x), x, sd_isnan{V}(x));
 }
 """
 )
@@ -567,9 +584,9 @@ fn sd_atan2{V}(y: {F}, x: {F}) -> {F} {
   let t = select(plain, {F}(0.0), low == {F}(0.0));
   let p = sd_atan_part{V}(t);
   let q = select(p, {F}(1.57079637) - (p + {F}(4.37113883e-8)), b > a);
-  let h = select(q, {F}(3.14159274) - (q + {F}(8.74227766e-8)), x < {F}(0.0));
-  let v = select(h, -h, y < {F}(0.0));
-  return select(v, sd_nan{V}(), sd_isnan{V}(x) | sd_isnan{V}(y));
+  let left = bitcast<{I}>(x) < {I}(0);
+  let h = select(q, {F}(3.14159274) - (q + {F}(8.74227766e-8)), left);
+  return select(sd_signed{V}(h, y), sd_nan{V}(), sd_isnan{V}(x) | sd_isnan{V}(y));
 }
 """
 )
@@ -611,7 +628,7 @@ fn sd_tanh{V}(x: {F}) -> {F} {
   let z = x * x;
   let v = {F}(1.0) - {F}(2.0) / (sd_exp{V}({F}(2.0) * a) + {F}(1.0));
   let near = fma(x * z, POLY, x);
-  return select(select(v, -v, x < {F}(0.0)), near, a < {F}(0.6));
+  return sd_signed{V}(select(v, near, a < {F}(0.6)), x);
 }
 """.replace("POLY", _polynomial("z", _TANH))
 )
@@ -713,7 +730,7 @@ fn sd_mod_f32{V}(a: {F}, b: {F}) -> {F} {
   r = select(r, -r, a < {F}(0.0));
   r = select(r, r + b, (r != {F}(0.0)) & ((r < {F}(0.0)) != (b < {F}(0.0))));
   let bad = sd_isnan{V}(b) | (b == {F}(0.0)) | sd_isnan{V}(a) | sd_isinf{V}(a);
-  return select(r, sd_nan{V}(), bad);
+  return select(sd_zero_of{V}(r, b), sd_nan{V}(), bad);
 }
 """
 )
@@ -723,7 +740,8 @@ fn sd_floordiv_f32{V}(a: {F}, b: {F}) -> {F} {
   let q = round((a - sd_mod_f32{V}(a, b)) / b);
   let low = select({F}(0.0), {F}(-1.0), a * sign(b) < {F}(0.0));
   let v = select(q, low, sd_isinf{V}(b) & (abs(a) < abs(b)));
-  return select(v, sd_div{V}(a, b), b == {F}(0.0));
+  let sign = bitcast<{F}>(bitcast<{U}>(a) ^ bitcast<{U}>(b));
+  return select(sd_zero_of{V}(v, sign), sd_div{V}(a, b), b == {F}(0.0));
 }
 """
 )

@@ -2,7 +2,15 @@
 
 from ..codegen import texts
 from .buffers import Buffer
-from .device import Device, DeviceInfo, Executable, current, devices, use_device
+from .device import (
+    Device,
+    DeviceInfo,
+    Executable,
+    current,
+    devices,
+    open_device,
+    use_device,
+)
 from .diskcache import DiskCache
 from .profiling import Profile, profile
 
@@ -16,6 +24,7 @@ __all__ = [
     "Profile",
     "current",
     "devices",
+    "open_device",
     "profile",
     "synchronize",
     "use_device",

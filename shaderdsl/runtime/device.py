@@ -210,6 +210,18 @@ def use_device(
         return _current
 
 
+def open_device(spec: str | Device) -> Device:
+    """A device by its name, without choosing it for what follows.
+
+    Raises:
+        NoAdapterError: there is no such device; says what there is.
+    """
+    if isinstance(spec, Device):
+        spec.check()
+        return spec
+    return _choose(spec, None)
+
+
 def _adapters() -> list[DeviceInfo]:
     """The adapters, or none where wgpu cannot be imported or finds no driver."""
     try:
