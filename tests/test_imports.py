@@ -28,6 +28,7 @@ LAYERS = (
         "tracing",
         "op",
         "function",
+        "reference",
         "random",
         "tuner",
     ),

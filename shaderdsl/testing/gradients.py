@@ -10,66 +10,10 @@ import numpy as np
 
 from .. import namespace as sd
 from ..array import Array
-from ..engine import placeholder
 from ..function import vjp
-from ..ir import differentiate, interpret
-from ..ir.expr import FLOATS
-from ..tracing import Traced
+from ..reference import Graph
 
 Arrays = Sequence[Any]
-
-
-class Graph:
-    """A function's graph and its derivative, evaluated in NumPy float64.
-
-    Args:
-        function: of arrays, giving an array or a tuple of them.
-        args: arrays that show shapes and dtypes.
-    """
-
-    def __init__(self, function: Callable[..., Any], args: Arrays):
-        traced = Traced(function, tuple(args), "testing")
-        self.inputs, self.outs = traced.inputs, traced.outs
-        self.floats = [k for k, s in enumerate(self.inputs) if s.dtype in FLOATS]
-        self.seeds = [
-            placeholder(("testing cotangent", k), s.shape, s.dtype, "dy")
-            if s.dtype in FLOATS
-            else None
-            for k, s in enumerate(self.outs)
-        ]
-        wrt = [self.inputs[k] for k in self.floats]
-        self.gradients = differentiate.vjp(self.outs, self.seeds, wrt)
-        self.captured = {
-            s: s.source.numpy()
-            for s in _captured([*self.outs, *(g for g in self.gradients if g)])
-            if s not in self.inputs and s.source is not None
-        }
-
-    def _given(self, args: Arrays) -> dict[Any, Any]:
-        return dict(zip(self.inputs, args, strict=True)) | self.captured
-
-    def value(self, args: Arrays) -> list[Any]:
-        """The results."""
-        return interpret.evaluate(self.outs, self._given(args))
-
-    def gradient(self, args: Arrays, cotangents: Arrays) -> list[Any]:
-        """Cotangents of the float arguments, in order; zeros where none."""
-        given = self._given(args)
-        given |= {
-            s: c for s, c in zip(self.seeds, cotangents, strict=True) if s is not None
-        }
-        real = [g for g in self.gradients if g is not None]
-        found = iter(interpret.evaluate(real, given))
-        return [
-            np.zeros(np.shape(args[k])) if g is None else next(found)
-            for k, g in zip(self.floats, self.gradients, strict=True)
-        ]
-
-
-def _captured(outs: Arrays) -> list[Any]:
-    from ..ir.stage import topo_stages
-
-    return [s for s in topo_stages(outs) if s.kind == "input"]
 
 
 def several(y: Any) -> list[Any]:
