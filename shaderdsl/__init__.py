@@ -18,7 +18,7 @@ from .tracing import spec
 
 __version__ = "0.1.0"
 
-_LAZY = ("nn", "ops", "optim", "interop", "testing")
+_LAZY = ("nn", "ops", "optim", "interop", "testing", "web")
 
 
 def __getattr__(name: str) -> Any:
@@ -30,4 +30,8 @@ def __getattr__(name: str) -> Any:
         from .interop.show import from_sympy
 
         return from_sympy
+    if name == "export_web":
+        from .web import export_web
+
+        return export_web
     raise AttributeError(f"module 'shaderdsl' has no attribute {name!r}")

@@ -99,6 +99,11 @@ class Array:
         return self._buffer is None and self._host is None
 
     @property
+    def donated(self) -> bool:
+        """Whether a call was given this array's memory, so that it is gone."""
+        return self._donated
+
+    @property
     def ndim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)

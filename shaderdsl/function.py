@@ -54,6 +54,8 @@ class Compiled:
         self.donate = donate
         self._parameters = inspect.signature(function)
         self._plans: dict[Any, tuple[Traced, Plan, list[int]]] = {}
+        #: what the last new signature gave
+        self.last_traced: Traced | None = None
         unknown = [d for d in donate if d not in self._parameters.parameters]
         if unknown:
             raise AxisError(
@@ -62,12 +64,11 @@ class Compiled:
                 where=E.user_location(),
             )
 
-    def _flatten(
-        self, args: Sequence[Any], keywords: dict[str, Any]
-    ) -> tuple[dict[str, Any], list[Any]]:
+    def arguments(self, args: Sequence[Any], keywords: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by the names of the parameters."""
         bound = self._parameters.bind(*args, **keywords)
         bound.apply_defaults()
-        return dict(bound.arguments), [bound]
+        return dict(bound.arguments)
 
     def _call(self, arguments: dict[str, Any]) -> Any:
         args: list[Any] = []
@@ -85,7 +86,7 @@ class Compiled:
         return self.function(*args, **keywords)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        arguments, _ = self._flatten(args, keywords)
+        arguments = self.arguments(args, keywords)
         leaves, structure = tree.flatten(arguments)
         arrays = [as_leaf(x) for x in leaves]
         if any(a is not None and a.symbolic for a in arrays):
@@ -102,7 +103,7 @@ class Compiled:
         )
         found = self._plans.get(key)
         if found is None or found[1].device is not current_device():
-            found = self._plans[key] = self._trace(arguments)
+            found = self._plans[key] = self._plan(arguments)
         traced, plan, donated = found
         given = [a for a in arrays if a is not None]
         run_checks(traced.checks, host_copies(traced.inputs, given))
@@ -123,7 +124,8 @@ class Compiled:
             ]
         )
 
-    def _trace(self, arguments: dict[str, Any]) -> tuple[Traced, Plan, list[int]]:
+    def trace(self, arguments: dict[str, Any]) -> tuple[Traced, frozenset[int]]:
+        """The function on placeholders, and which of its inputs are donated."""
         traced = Traced(lambda a: self._call(a), (arguments,), "compile")
         donated: list[int] = []
         k = 0
@@ -132,8 +134,13 @@ class Compiled:
             if name in self.donate:
                 donated += range(k, k + count)
             k += count
-        plan = plan_for(traced.outs, traced.inputs, frozenset(donated))
-        return traced, plan, donated
+        return traced, frozenset(donated)
+
+    def _plan(self, arguments: dict[str, Any]) -> tuple[Traced, Plan, list[int]]:
+        traced, donated = self.trace(arguments)
+        self.last_traced = traced
+        plan = plan_for(traced.outs, traced.inputs, donated)
+        return traced, plan, sorted(donated)
 
 
 def compile(

@@ -103,7 +103,8 @@ class Trainer:
         self.state = self.optimiser.init(self.model)
         self._total = _zero()
         self._counted = 0
-        self._advance = compile(self._step, donate=("model", "state", "total"))
+        #: one step: (model, state, total, inputs, labels) to the first three, new
+        self.train_step = compile(self._step, donate=("model", "state", "total"))
         self._judge = compile(self._judge_batch, donate=("total",))
 
     #: what one token of the text is
@@ -143,7 +144,7 @@ class Trainer:
     def advance(self) -> None:
         """One step; returns before the device has done it."""
         batch = self.batches(self.step)
-        self.model, self.state, self._total = self._advance(
+        self.model, self.state, self._total = self.train_step(
             self.model, self.state, self._total, batch[:, :-1], batch[:, 1:]
         )
         self.step += 1

@@ -167,7 +167,7 @@ class KVCache:
         """
         if start is None:
             self.check_room(model, 1)
-        return self._advance(_step, model, tokens, 1, start)
+        return self._advance(step_function, model, tokens, 1, start)
 
     def check_room(self, model: Any, count: int) -> None:
         """Refuse ``count`` more positions that do not fit.
@@ -298,4 +298,5 @@ def _step_of(
 
 
 _chunk = compile(_chunk_of, donate=("keys", "values"))
-_step = compile(_step_of, donate=("keys", "values"))
+#: One token a sequence: ``(model, keys, values, ids, start, first)`` to logits and cache.
+step_function = compile(_step_of, donate=("keys", "values"))

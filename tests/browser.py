@@ -1,0 +1,140 @@
+"""A headless Chromium for tests: serves a folder, opens a page, waits for what the page
+posts to ``/result``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.server
+import json
+import queue
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+
+#: WebGPU on the browser's own software driver, which needs no GPU.
+WEBGPU = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader")
+
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--no-first-run",
+    "--disable-gpu-sandbox",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+)
+
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    extensions_map = http.server.SimpleHTTPRequestHandler.extensions_map | {
+        ".js": "text/javascript",
+        ".wgsl": "text/plain",
+    }
+
+    def __init__(self, *args, results, **keywords):
+        self.results = results
+        super().__init__(*args, **keywords)
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.results.put(json.loads(body))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def serving(folder: Path):
+    """``(address, results)`` of a server of a folder."""
+    results: queue.Queue = queue.Queue()
+    handler = functools.partial(_Handler, directory=str(folder), results=results)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", results
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def visit(folder: Path, page: str, timeout: float = 120, flags=WEBGPU):
+    """What ``page`` (a path in ``folder``) posts to ``/result``, as JSON."""
+    with serving(folder) as (address, results), tempfile.TemporaryDirectory() as profile:
+        command = [CHROMIUM, *FLAGS, *flags, f"--user-data-dir={profile}"]
+        with open(Path(profile) / "log", "wb") as log:
+            process = subprocess.Popen(
+                [*command, f"{address}/{page}"], stdout=log, stderr=subprocess.STDOUT
+            )
+            try:
+                return results.get(timeout=timeout)
+            except queue.Empty:
+                tail = (Path(profile) / "log").read_bytes()[-2000:].decode()
+                raise AssertionError(f"no result in {timeout} s:\n{tail}") from None
+            finally:
+                process.terminate()
+                process.wait(20)
+
+
+def dumped(folder: Path, page: str, timeout: float = 120, flags=WEBGPU, more=()) -> str:
+    """The page's DOM when it has settled."""
+    with serving(folder) as (address, _), tempfile.TemporaryDirectory() as profile:
+        command = [CHROMIUM, *FLAGS, *flags, f"--user-data-dir={profile}", *more]
+        run = subprocess.run(
+            [*command, "--dump-dom", f"{address}/{page}"],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        return run.stdout
+
+
+#: Opens folders, makes calls and posts what they gave, in base64.
+PAGE = """<!doctype html><meta charset="utf-8"><script type="module">
+import { open, openDevice } from "./runtime/shaderdsl.js";
+const base64 = (array) => {
+  const bytes = new Uint8Array(array.buffer, array.byteOffset, array.byteLength);
+  let text = "";
+  for (const b of bytes) text += String.fromCharCode(b);
+  return btoa(text);
+};
+let answer;
+try {
+  const device = await openDevice();
+  const cases = await (await fetch("cases.json")).json();
+  const made = {};
+  answer = { results: {}, limits: device.limits.maxStorageBuffersPerShaderStage };
+  for (const { name, share, calls, reads } of cases) {
+    try {
+      const shared = {};
+      for (const [input, [other, theirs]] of Object.entries(share))
+        shared[input] = made[other].tensors[theirs];
+      const program = (made[name] = await open(name, { device, share: shared }));
+      const results = (answer.results[name] = []);
+      for (const inputs of calls) {
+        program.run(inputs);
+        const values = {};
+        for (const one of reads) {
+          const array = await program.read(one);
+          values[one] = [array.constructor.name, base64(array)];
+        }
+        results.push(values);
+      }
+    } catch (error) {
+      answer.results[name] = { error: `${error.name}: ${error.message}` };
+    }
+  }
+} catch (error) {
+  answer = { error: `${error.name}: ${error.message}\\n${error.stack}` };
+}
+await fetch("result", { method: "POST", body: JSON.stringify(answer) });
+</script>
+"""
