@@ -16,15 +16,17 @@ as_root() {
     fi
 }
 
+# Bounded, because a mirror may stall: APT_SECONDS for each of its two parts.
 apt_install() {
     local log status=0
     command -v apt-get >/dev/null || return 1
     as_root true || return 1
     say "installing $* with apt-get"
     log=$(mktemp)
-    as_root env DEBIAN_FRONTEND=noninteractive apt-get update >"$log" 2>&1 || true
     as_root env DEBIAN_FRONTEND=noninteractive \
-        apt-get install -y --no-install-recommends "$@" >"$log" 2>&1 || status=$?
+        timeout "${APT_SECONDS:-600}" apt-get update >"$log" 2>&1 || true
+    as_root env DEBIAN_FRONTEND=noninteractive \
+        timeout "${APT_SECONDS:-600}" apt-get install -y --no-install-recommends "$@" >"$log" 2>&1 || status=$?
     [ "$status" = 0 ] || tail -n 5 "$log" >&2
     rm -f "$log"
     return "$status"

@@ -64,7 +64,9 @@ class Compiled:
                 where=E.user_location(),
             )
 
-    def arguments(self, args: Sequence[Any], keywords: dict[str, Any]) -> dict[str, Any]:
+    def arguments(
+        self, args: Sequence[Any], keywords: dict[str, Any]
+    ) -> dict[str, Any]:
         """The arguments of a call by the names of the parameters."""
         bound = self._parameters.bind(*args, **keywords)
         bound.apply_defaults()

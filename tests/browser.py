@@ -68,7 +68,10 @@ def serving(folder: Path):
 
 def visit(folder: Path, page: str, timeout: float = 120, flags=WEBGPU):
     """What ``page`` (a path in ``folder``) posts to ``/result``, as JSON."""
-    with serving(folder) as (address, results), tempfile.TemporaryDirectory() as profile:
+    with (
+        serving(folder) as (address, results),
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
+    ):
         command = [CHROMIUM, *FLAGS, *flags, f"--user-data-dir={profile}"]
         with open(Path(profile) / "log", "wb") as log:
             process = subprocess.Popen(
@@ -84,22 +87,52 @@ def visit(folder: Path, page: str, timeout: float = 120, flags=WEBGPU):
                 process.wait(20)
 
 
-def dumped(folder: Path, page: str, timeout: float = 120, flags=WEBGPU, more=()) -> str:
-    """The page's DOM when it has settled."""
-    with serving(folder) as (address, _), tempfile.TemporaryDirectory() as profile:
-        command = [CHROMIUM, *FLAGS, *flags, f"--user-data-dir={profile}", *more]
-        run = subprocess.run(
-            [*command, "--dump-dom", f"{address}/{page}"],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-        return run.stdout
+#: Opens a page in a frame and waits until it says that it ran, or that it cannot.
+SHOWN = """
+const shown = (page) =>
+  new Promise((resolve) => {
+    const frame = document.createElement("iframe");
+    frame.style = "width: 900px; height: 900px";
+    frame.src = page + "/index.html#run";
+    document.body.append(frame);
+    const look = () => {
+      const inside = frame.contentDocument;
+      const { state } = inside?.body?.dataset ?? {};
+      if (state !== "ran" && state !== "refused") return setTimeout(look, 100);
+      const canvas = inside.querySelector("canvas");
+      let ink = 0;
+      if (canvas) {
+        const { width, height } = canvas;
+        const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+        for (let k = 0; k < data.length; k += 4)
+          if (data[k + 3] > 128 && data[k + 2] > data[k] + 80) ink += 1;
+      }
+      resolve({
+        ...inside.body.dataset,
+        problem: inside.getElementById("problem").textContent,
+        text: inside.body.innerText,
+        ink,
+      });
+    };
+    look();
+  });
+"""
 
+#: Shows one page and posts what became of it.
+ONE_PAGE = f"""<!doctype html><meta charset="utf-8"><body><script type="module">
+{SHOWN}
+const answer = JSON.stringify(await shown("single"));
+await fetch("result", {{ method: "POST", body: answer }});
+</script></body>
+"""
 
-#: Opens folders, makes calls and posts what they gave, in base64.
-PAGE = """<!doctype html><meta charset="utf-8"><script type="module">
+#: Opens folders, makes calls, shows pages and posts what they gave, in base64.
+PAGE = (
+    """<!doctype html><meta charset="utf-8"><body><script type="module">
 import { open, openDevice } from "./runtime/shaderdsl.js";
+"""
+    + SHOWN
+    + """
 const base64 = (array) => {
   const bytes = new Uint8Array(array.buffer, array.byteOffset, array.byteLength);
   let text = "";
@@ -111,14 +144,14 @@ try {
   const device = await openDevice();
   const cases = await (await fetch("cases.json")).json();
   const made = {};
-  answer = { results: {}, limits: device.limits.maxStorageBuffersPerShaderStage };
+  answer = { results: [], pages: {} };
   for (const { name, share, calls, reads } of cases) {
     try {
       const shared = {};
       for (const [input, [other, theirs]] of Object.entries(share))
         shared[input] = made[other].tensors[theirs];
       const program = (made[name] = await open(name, { device, share: shared }));
-      const results = (answer.results[name] = []);
+      const results = [];
       for (const inputs of calls) {
         program.run(inputs);
         const values = {};
@@ -128,13 +161,16 @@ try {
         }
         results.push(values);
       }
+      answer.results.push(results);
     } catch (error) {
-      answer.results[name] = { error: `${error.name}: ${error.message}` };
+      answer.results.push({ error: `${error.name}: ${error.message}` });
     }
   }
+  for (const page of ["single", "demo"]) answer.pages[page] = await shown(page);
 } catch (error) {
   answer = { error: `${error.name}: ${error.message}\\n${error.stack}` };
 }
 await fetch("result", { method: "POST", body: JSON.stringify(answer) });
-</script>
+</script></body>
 """
+)

@@ -35,6 +35,7 @@ LAYERS = (
     ("ops", "interop"),
     ("nn", "optim", "schedules"),
     ("checkpoint", "data", "finetune", "trainer"),
+    ("web",),
     ("cli",),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

@@ -23,6 +23,7 @@ COMMANDS = (
     ("check", "check", "test ops against their reference, forward and gradients"),
     ("train", "train", "train a byte-level transformer on text"),
     ("generate", "generate", "sample text from a trained model"),
+    ("web", "web", "write a site that trains and generates in the browser"),
     ("bench", "bench", "time the basic kernels on this device"),
     ("tune", "tune", "search for faster schedules on this device"),
 )

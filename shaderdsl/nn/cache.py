@@ -298,5 +298,5 @@ def _step_of(
 
 
 _chunk = compile(_chunk_of, donate=("keys", "values"))
-#: One token a sequence: ``(model, keys, values, ids, start, first)`` to logits and cache.
+#: One token a sequence: ``(model, keys, values, ids, start, first)`` to logits, cache.
 step_function = compile(_step_of, donate=("keys", "values"))

@@ -1,4 +1,4 @@
-"""Compiled functions for browsers: a folder that `navigator.gpu` runs without Python."""
+"""Compiled functions for browsers: folders that `navigator.gpu` runs, no Python."""
 
 from .demo import export_demo
 from .export import Exported, export_web

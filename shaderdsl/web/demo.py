@@ -1,4 +1,4 @@
-"""A page that trains a small byte-level model and writes text with it, in the browser."""
+"""A page that trains a small byte-level model and writes text with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ..errors import ShaderError
 from ..nn.cache import CHUNK, step_function
 from ..tracing import spec
 from ..trainer import TrainConfig, Trainer
-from .export import Exported, export_web, static
+from .export import Exported, export_web
+from .files import static
 
 __all__ = ["DemoSite", "export_demo"]
 

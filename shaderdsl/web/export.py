@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
-import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,18 +25,17 @@ from ..ir.stage import Stage
 from ..nn.module import named_arrays
 from ..runtime.device import STORAGE
 from ..runtime.plan import check_limits
-from ..tracing import Traced, as_leaf, host_copies, run_checks, spec
+from ..tracing import Traced, host_copies, run_checks, spec
+from .files import FORMAT, initial, shards, write
 from .layout import Layout, fixed_layout
 
 __all__ = ["Exported", "export_web"]
 
 VERSION = 1
 
-#: Bytes of one file of weights: a browser keeps each as a whole while it copies it.
-SHARD_BYTES = 256 << 20
-
-#: Names of our dtypes in the safetensors format. A bool is a u32 of 0 or 1 on a device.
-_SAFETENSORS = {"f32": "F32", "f16": "F16", "i32": "I32", "u32": "U32", "bool": "U32"}
+#: A browser, as far as one can know it. Scores below this size are stored: the kernels
+#: are shorter, and browsers compile each of them while the page waits.
+BROWSER = replace(PORTABLE, name="browser", online_from=32 << 20)
 
 #: Names that the portable limits have in the browser's API.
 _LIMIT_NAMES = {
@@ -135,7 +130,7 @@ def export_web(
 
         program = lower(
             traced.outs,
-            PORTABLE,
+            BROWSER,
             inputs=(*traced.inputs, *captured),
             donated=donated,
         )
@@ -151,9 +146,9 @@ def export_web(
         if limit is not None:
             entry["below"] = limit
     target = Path(folder)
-    shards, weight_bytes = _shards(program.inputs, names, values)
-    plan["weights"] = [name for name, _ in shards]
-    _write(target, plan, texts, shards, page)
+    parts = shards(program.inputs, names, values)
+    plan["weights"] = list(parts)
+    write(target, plan, texts, parts, page)
     return Exported(
         folder=target,
         inputs=tuple(names),
@@ -162,12 +157,12 @@ def export_web(
         feeds={outputs[j]: names[i] for j, i in feeds.items()},
         kernels=len(plan["kernels"]),
         texts=len(texts),
-        weight_bytes=weight_bytes,
+        weight_bytes=sum(t.value.nbytes for part in parts.values() for t in part),
         memory_bytes=sum(layout.slots),
     )
 
 
-# ------------------------------------------------------------------ what goes in and out
+# ------------------------------------------------------------------ inputs, results
 
 
 def _last_call(function: Compiled) -> dict[str, Any]:
@@ -256,9 +251,7 @@ def _alike(traced: Traced, inputs: Sequence[int], outs: Sequence[int]) -> bool:
     return ours == [(traced.outs[j].shape, traced.outs[j].dtype) for j in outs]
 
 
-def _ranges(
-    checks: Sequence[HostCheck], inputs: Sequence[Stage]
-) -> list[int | None]:
+def _ranges(checks: Sequence[HostCheck], inputs: Sequence[Stage]) -> list[int | None]:
     """For inputs that are used as ids, without a guard, what ids must be below."""
     found: dict[Stage, int] = {}
     for c in checks:
@@ -334,7 +327,7 @@ def _plan(
             }
         )
     plan = {
-        "format": "shaderdsl-web",
+        "format": FORMAT,
         "version": VERSION,
         "name": title,
         "limits": {
@@ -343,7 +336,7 @@ def _plan(
         "slots": list(layout.slots),
         "inputs": [
             _about(name, stage, place)
-            | {"initial": _initial(value), "donated": i in program.donated}
+            | {"initial": initial(value), "donated": i in program.donated}
             for i, (name, stage, place, value) in enumerate(
                 zip(names, program.inputs, layout.inputs, values, strict=True)
             )
@@ -372,13 +365,6 @@ def _about(name: str, stage: Stage, place: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def _initial(value: np.ndarray | None) -> str | None:
-    if value is None:
-        return None
-    # Not -0.0: bytes of zeros are what a new buffer holds.
-    return "weights" if value.view(np.uint8).any() else "zeros"
-
-
 def _word(value: Any, dtype: str) -> int:
     """One word of the parameter block, as u32."""
     if isinstance(value, tuple):
@@ -392,84 +378,3 @@ def _word(value: Any, dtype: str) -> int:
         with np.errstate(over="ignore"):
             return int(np.float32(value).view(np.uint32))
     return int(value) & 0xFFFFFFFF
-
-
-# ------------------------------------------------------------------ files
-
-
-class _Tensor(NamedTuple):
-    name: str
-    stage: Stage
-    value: np.ndarray
-
-
-def _shards(
-    stages: Sequence[Stage], names: Sequence[str], values: Sequence[np.ndarray | None]
-) -> tuple[list[tuple[str, list[_Tensor]]], int]:
-    """Tensors by file, and their bytes."""
-    groups: list[list[_Tensor]] = [[]]
-    filled = total = 0
-    for stage, name, value in zip(stages, names, values, strict=True):
-        if value is None or _initial(value) == "zeros":
-            continue
-        if groups[-1] and filled + value.nbytes > SHARD_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(_Tensor(name, stage, value))
-        filled += value.nbytes
-        total += value.nbytes
-    if not groups[0]:
-        return [], 0
-    if len(groups) == 1:
-        return [("weights.safetensors", groups[0])], total
-    return [(f"weights-{k:03}.safetensors", g) for k, g in enumerate(groups, 1)], total
-
-
-def _safetensors(tensors: Sequence[_Tensor]) -> bytes:
-    """The header of a safetensors file; what follows are the tensors' bytes."""
-    header: dict[str, Any] = {}
-    at = 0
-    for name, stage, value in tensors:
-        header[name] = {
-            "dtype": _SAFETENSORS[stage.dtype],
-            "shape": list(stage.shape),
-            "data_offsets": [at, at + value.nbytes],
-        }
-        at += value.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
-
-
-def _write(
-    folder: Path,
-    plan: Mapping[str, Any],
-    texts: Mapping[str, str],
-    shards: Sequence[tuple[str, list[_Tensor]]],
-    page: bool,
-) -> None:
-    """All files; those of an earlier export are replaced, others are left alone."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(folder / "kernels", ignore_errors=True)
-        for old in folder.glob("weights*.safetensors"):
-            old.unlink()
-        (folder / "kernels").mkdir()
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        for name, tensors in shards:
-            with open(folder / name, "wb") as file:
-                file.write(_safetensors(tensors))
-                for _, _, value in tensors:
-                    file.write(value.tobytes())
-        for name in ("shaderdsl.js", *(("index.html", "style.css") if page else ())):
-            (folder / name).write_text(static(name), encoding="utf-8")
-        # Last: a folder with a plan is whole.
-        (folder / "plan.json").write_text(json.dumps(plan, indent=1))
-    except OSError as error:
-        raise ShaderError(f"cannot write {folder}: {error}") from error
-
-
-def static(name: str) -> str:
-    """The text of a file that ships with this package."""
-    return (files(__package__) / "static" / name).read_text(encoding="utf-8")
