@@ -176,7 +176,7 @@ def _last_call(function: Compiled) -> dict[str, Any]:
             "stands for an array",
         )
     leaves = [
-        spec(leaf.dtype, *leaf.shape)
+        spec(str(leaf.dtype), *leaf.shape)
         if isinstance(leaf, Array) and leaf.donated
         else leaf
         for leaf in found.leaves
