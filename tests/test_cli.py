@@ -1,5 +1,6 @@
 """The command line: help, exit status, and messages without a traceback."""
 
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 import shaderdsl as sd
 from shaderdsl.cli import COMMANDS, main
+from shaderdsl.codegen.choice import Tuned
 
 OPS = '''
 import numpy as np
@@ -109,9 +111,36 @@ def test_an_unknown_device_is_an_error(capsys):
     assert "Traceback" not in error
 
 
-def test_tune_says_that_it_is_not_there(capsys):
-    assert main(["tune"]) == 1
+def test_tune_searches_an_op_of_a_file_and_lists_it(
+    ops_file, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("SHADERDSL_CACHE", str(tmp_path))
+    if not any(d.spec.startswith("wgpu") for d in sd.devices()):
+        pytest.skip("no adapter")
+    device = sd.use_device("wgpu")
+    before = device.target
+    try:
+        device.target = dataclasses.replace(before, tuned=Tuned())
+        target = f"{ops_file}:rms_norm"
+        arguments = ["tune", target, "--sizes", "d=96,...=70", "--seconds", "0.3"]
+        assert main(arguments) == 0
+        out = capsys.readouterr().out
+        assert "row_rms_norm" in out and "3 kernel(s)" not in out
+        assert len(device.target.tuned) >= 2  # forward and pullback
+        assert main(["tune", "--list"]) == 0
+        assert "row_rms_norm: row(" in capsys.readouterr().out
+        assert main(["tune", "nothing", "--seconds", "0.3"]) == 1
+        assert "no row is called 'nothing'" in capsys.readouterr().err
+    finally:
+        device.target = before
+        sd.use_device("cpu")
+
+
+def test_tune_has_nothing_to_do_on_the_cpu(capsys):
+    assert main(["tune", "copy", "--device", "cpu"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+    assert main(["tune", "--list", "--device", "cpu"]) == 0
+    assert main(["tune", "--seconds", "0"]) == 2
 
 
 def test_show_prints_the_kernels_that_run(ops_file, capsys):
@@ -202,14 +231,6 @@ def test_check_passes_a_right_op_and_fails_a_wrong_one(tmp_path, ops_file, capsy
     (tmp_path / "wrong.py").write_text(WRONG)
     assert main(["check", f"{tmp_path}/wrong.py"]) == 1
     assert "0 passed, 1 failed" in capsys.readouterr().out
-
-
-def test_bench_prints_a_row_for_each_kernel(capsys):
-    assert main(["bench", "--seconds", "0.01"]) == 0
-    out = capsys.readouterr().out
-    for word in ("2x", "RMSNorm", "softmax", "x Wᵀ"):
-        assert word in out
-    assert main(["bench", "--seconds", "0"]) == 2
 
 
 def test_generate_refuses_what_is_no_model(tmp_path, capsys):

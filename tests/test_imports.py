@@ -34,7 +34,7 @@ LAYERS = (
     ),
     ("ops", "interop"),
     ("nn", "optim", "schedules"),
-    ("checkpoint", "data", "finetune", "trainer"),
+    ("bench", "checkpoint", "data", "finetune", "trainer"),
     ("web",),
     ("cli",),
 )

@@ -1,92 +1,136 @@
-"""Time the basic kernels on this device: medians, bandwidth and rate.
+"""Time the benchmark's rows on this device, beside others in the same run.
 
-Comparisons with other libraries are in the repository, under benchmarks/peers.
+shaderdsl bench                       every row at the sizes of a large GPU
+shaderdsl bench --quick               sizes that a software driver does in a minute
+shaderdsl bench matmul softmax --against torch,torch.compile,handwritten
+shaderdsl bench --rows                the names
+
+Each result is checked against NumPy in float64 before it is timed. Times are medians
+of the device's own timestamps; of whole steps, of the wall clock.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import platform
+import sys
 import time
-from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="rows, or beginnings of their names"
+    )
+    parser.add_argument(
+        "--rows", action="store_true", help="print the names of the rows and stop"
+    )
+    parser.add_argument(
+        "--against",
+        default="",
+        metavar="PEER,…",
+        help="torch, torch.compile, handwritten",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, for software drivers"
+    )
+    parser.add_argument(
         "--seconds",
         type=float,
-        default=1.0,
         metavar="S",
-        help="time for each row (default: %(default)s)",
+        help="time for the calls of a row (default: 0.5, --quick 0.2)",
     )
-    parser.add_argument("--large", action="store_true", help="sizes that suit a GPU")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=60.0,
+        metavar="M",
+        help="begin no row after this (default: %(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a roofline")
 
 
 def run(args: argparse.Namespace) -> int:
-    import shaderdsl as sd
-
+    from ..bench import report
+    from ..bench.measure import PEERS, Bench, find_torch, heat
+    from ..bench.rows import ROWS, chosen
+    from ..runtime import current
+    from ..runtime.timing import has_timestamps
     from . import UsageError
 
-    if args.seconds <= 0:
-        raise UsageError("--seconds must be positive")
-    print(f"device: {sd.runtime.current().name}")
-    print(f"{'work':34}{'ms':>9}{'GB/s':>9}{'GFLOP/s':>9}{'kernels':>9}", flush=True)
-    for title, call, lowered in _rows(args.large):
-        seconds = _median(call, args.seconds)
-        moved = sum(kernel.bytes for kernel in lowered.kernels)
-        flops = sum(kernel.flops for kernel in lowered.kernels)
+    if args.rows:
+        for row in ROWS:
+            target = f"  target {row.target:g} {row.unit}" if row.target else ""
+            print(f"{row.name:34} {row.title}{target}")
+        return 0
+    seconds = args.seconds if args.seconds is not None else 0.2 if args.quick else 0.5
+    if seconds <= 0 or args.minutes <= 0:
+        raise UsageError("--seconds and --minutes must be positive")
+    peers = [p for p in args.against.split(",") if p]
+    for peer in peers:
+        if peer not in PEERS:
+            raise UsageError(f"--against knows {', '.join(PEERS)}, not {peer!r}")
+    rows, unknown = chosen(args.names)
+    for name in unknown:
         print(
-            f"{title:34}{seconds * 1e3:9.2f}{moved / seconds / 1e9:9.2f}"
-            f"{flops / seconds / 1e9:9.2f}{len(lowered.kernels):9}",
-            flush=True,
+            f"shaderdsl bench: no row is called {name!r}; --rows lists them",
+            file=sys.stderr,
         )
-    return 0
+    if not rows:
+        return 1
+    # The ceilings first: other rows are compared with them.
+    rows.sort(key=lambda r: r.name != "copy" and r.name != "matmul_4096x4096x4096")
+    start = time.perf_counter()
+    device = current()
+    head = _head(device)
+    print("\n".join(f"{key}: {value}" for key, value in head.items()))
+    torch, missing = find_torch(peers)
+    for text in (
+        missing,
+        "" if has_timestamps(device) else "no timestamps: times of the wall clock",
+    ):
+        if text:
+            print(text)
+    sys.stdout.flush()
+    if torch is not None:
+        head["torch"] = f"{torch.__version__}, TF32 off"
+    if device.target.family == "gpu":
+        heat(device, 1.0)
+    bench = Bench(args.quick, seconds, peers, torch)
+    records = []
+    for row in rows:
+        if time.perf_counter() - start > 60 * args.minutes:
+            print(f"{row.name:34} not begun: the {args.minutes:g} minutes are over")
+            continue
+        records.append(bench.row(row))
+        print(report.line(records[-1], peers), flush=True)
+        if args.json:
+            report.write_json(args.json, head, records)
+    print()
+    if args.quick:
+        print("small sizes; the names are those of the large ones\n")
+    print(report.table(records, peers, targets=not args.quick))
+    if args.plot:
+        trouble = report.roofline(args.plot, records, device.name)
+        print(trouble or f"roofline: {args.plot}")
+    print(f"{time.perf_counter() - start:.0f} s")
+    return 1 if unknown or any(r.failed for r in records) else 0
 
 
-def _rows(large: bool) -> list[tuple[str, Callable[[], Any], Any]]:
-    import shaderdsl as sd
-    from shaderdsl import ops
+def _head(device: Any) -> dict[str, Any]:
+    """What the figures belong to."""
+    import numpy as np
 
-    rng = np.random.default_rng(0)
+    from .. import __version__
 
-    def array(*shape: int) -> Any:
-        return sd.asarray(rng.standard_normal(shape, dtype=np.float32))
-
-    rows, wide, side = (16384, 4096, 4096) if large else (1024, 1024, 256)
-    x, y = array(rows, wide), array(rows, wide)
-    gain = array(wide)
-    a, b = array(side, side), array(side, side)
-    table = [
-        (f"2x [{rows}, {wide}]", sd.op("r n -> r n")(_twice), (x,)),
-        (f"silu(g)*u [{rows}, {wide}]", ops.swiglu, (x, y)),
-        (f"RMSNorm [{rows}, {wide}]", ops.rms_norm, (x, gain)),
-        (f"softmax [{rows}, {wide}]", ops.softmax, (x,)),
-        (f"x Wᵀ [{side}, {side}]", ops.linear, (a, b)),
-    ]
-    return [(title, partial(f, *xs), sd.lower(f, *xs)) for title, f, xs in table]
-
-
-def _twice(x: Any) -> Any:
-    return x + x
-
-
-def _median(call: Callable[[], Any], budget: float) -> float:
-    import shaderdsl as sd
-
-    for _ in range(3):  # the first call compiles
-        call()
-    sd.synchronize()
-    times: list[float] = []
-    end = time.perf_counter() + budget
-    while len(times) < 3 or time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        sd.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return {
+        "device": device.name,
+        "driver": getattr(device, "driver", f"NumPy {np.__version__}"),
+        "shaderdsl": __version__,
+        "python": f"{platform.python_version()} on {platform.machine()}",
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+    }

@@ -1,0 +1,1 @@
+"""The benchmark: what `shaderdsl bench` times, checks and compares."""

@@ -1,0 +1,193 @@
+"""Measuring a row: checked first, warmed, then medians; the peers in the same run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..runtime import Device, current, profile
+from ..runtime.timing import median_time, warm
+from .work import Row, Work
+
+#: What `--against` may name.
+PEERS = ("torch", "torch.compile", "handwritten")
+
+
+@dataclass
+class Record:
+    """What was measured of one row.
+
+    Attributes:
+        seconds: the median, or None where nothing was timed.
+        value: in the row's unit.
+        error: how far the result is from float64.
+        peers: each peer's value in the row's unit.
+        notes: what a reader has to know.
+        more: further figures.
+    """
+
+    name: str
+    title: str
+    unit: str
+    target: float | None
+    seconds: float | None = None
+    value: float | None = None
+    error: float | None = None
+    kernels: int = 0
+    bytes: int = 0
+    flops: int = 0
+    peers: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)
+    failed: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass
+class Bench:
+    """How to measure.
+
+    Args:
+        quick: the small sizes.
+        seconds: time for the calls of each row.
+        peers: of `PEERS`.
+        torch: the module, or None where it is not there.
+    """
+
+    quick: bool
+    seconds: float
+    peers: Sequence[str] = ()
+    torch: Any = None
+
+    def row(self, row: Row) -> Record:
+        """Measure one row; whatever goes wrong is a note of its record."""
+        record = Record(row.name, row.title, row.unit, row.target)
+        try:
+            work = row.make(self.quick)
+            self._ours(row, work, record)
+        except Exception as error:
+            record.failed = True
+            record.notes.append(f"failed: {_line(error)}")
+            self._clear()
+            return record
+        for peer in self.peers:
+            self._peer(peer, row, work, record)
+        del work
+        self._clear()
+        return record
+
+    def _ours(self, row: Row, work: Work, record: Record) -> None:
+        device = current()
+        with profile() as p:
+            result = work.run()
+        record.kernels, record.bytes, record.flops = (
+            p.dispatches,
+            work.bytes,
+            work.flops,
+        )
+        record.error = work.error(result)
+        del result
+        if not record.error <= work.tolerance:
+            record.failed = True
+            record.notes.append(f"WRONG: {record.error:.1e} from float64")
+            return
+        record.seconds = self._time(device, work.run, work.seconds)
+        record.value = row.value(record.seconds, work)
+        record.more = work.more()
+
+    def _time(
+        self,
+        device: Device,
+        run: Callable[[], Any],
+        seconds: Callable[[], float] | None,
+    ) -> float:
+        warm(device, run, min(0.2, self.seconds))
+        return seconds() if seconds else median_time(device, run, self.seconds, 5)
+
+    def _peer(self, peer: str, row: Row, work: Work, record: Record) -> None:
+        try:
+            if peer == "handwritten":
+                self._handwritten(row, work, record)
+            elif work.torch is not None and self.torch is not None:
+                compiled = peer == "torch.compile"
+                if compiled and not work.compiles:
+                    return
+                run = work.torch(self.torch, compiled)
+                spent = time_torch(self.torch, run, self.seconds)
+                record.peers[peer] = row.value(spent, work)
+        except Exception as error:
+            record.notes.append(f"{peer} failed: {_line(error)}")
+
+    def _handwritten(self, row: Row, work: Work, record: Record) -> None:
+        if work.handwritten is None or current().kind != "wgpu":
+            return
+        run = work.handwritten()
+        error = work.error(run())
+        if not error <= 10 * work.tolerance:
+            record.notes.append(f"handwritten is wrong: {error:.1e} from float64")
+            return
+        spent = self._time(current(), run, None)
+        record.peers["handwritten"] = row.value(spent, work)
+
+    def _clear(self) -> None:
+        """Give memory back before the next row."""
+        current().pool.trim()
+        if self.torch is not None:
+            if "torch.compile" in self.peers:
+                self.torch._dynamo.reset()
+            self.torch.cuda.empty_cache()
+
+
+def heat(device: Device, seconds: float) -> None:
+    """Keep a GPU busy until its clocks have risen."""
+    from .contract_rows import matmul
+
+    work = matmul(device.target.family != "gpu", 2048, 2048, 2048)
+    warm(device, work.run, seconds)
+
+
+def time_torch(torch: Any, run: Callable[[], Any], seconds: float) -> float:
+    """Median seconds of a call by CUDA's events, three calls between two of them."""
+    end = time.perf_counter() + min(0.2, seconds)
+    for _ in range(4):
+        run()
+    while time.perf_counter() < end:  # Compiling took long, and the clocks fell.
+        run()
+        torch.cuda.synchronize()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 5 or (time.perf_counter() < end and len(times) < 50):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for _ in range(3):
+            run()
+        last.record()
+        torch.cuda.synchronize()
+        times.append(first.elapsed_time(last) / 3e3)
+    return statistics.median(times)
+
+
+def find_torch(peers: Sequence[str]) -> tuple[Any, str]:
+    """PyTorch if it is asked for and has a CUDA device, and else why not."""
+    if not any(p.startswith("torch") for p in peers):
+        return None, ""
+    try:
+        import torch
+    except ImportError:
+        return None, "PyTorch is not installed: its columns stay empty"
+    if not torch.cuda.is_available():
+        return None, "PyTorch finds no CUDA device: its columns stay empty"
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_default_device("cuda")
+    return torch, ""
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,0 +1,228 @@
+"""The benchmark: rows, peers, what it says of what is missing or wrong."""
+
+import dataclasses
+import json
+import sys
+
+import numpy as np
+import pytest
+
+import shaderdsl as sd
+from shaderdsl import ops
+from shaderdsl.bench import measure, reference, report
+from shaderdsl.bench.measure import Bench, Record
+from shaderdsl.bench.rows import ROWS, chosen
+from shaderdsl.bench.work import Row, distance
+from shaderdsl.cli import main
+
+NAMES = [r.name for r in ROWS]
+
+
+def test_names_are_unique_and_stand_for_what_begins_with_them():
+    assert len(set(NAMES)) == len(NAMES)
+    assert [r.name for r in chosen(["softmax"])[0]] == ["softmax"]
+    assert [r.name for r in chosen(["matmul"])[0]] == [
+        n for n in NAMES if n.startswith("matmul_")
+    ]
+    found, unknown = chosen(["copy", "nothing", "copy"])
+    assert [r.name for r in found] == ["copy"]
+    assert unknown == ["nothing"]
+    assert len(chosen([])[0]) == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in ROWS if r.name != "replay"], ids=lambda r: r.name
+)
+def test_each_row_is_right_at_its_small_size(row, cpu):
+    work = row.make(True)
+    result = work.run()
+    error = work.error(result)
+    assert error <= work.tolerance
+    first = result[0] if isinstance(result, tuple | list) else result
+    if isinstance(first, sd.Array) and row.name[:5] != "train":
+        # A check that nothing can fail would let anything pass.
+        wrong = first + 0.1 * (1.0 + sd.cast(first > 0.0, "f32"))
+        if isinstance(result, tuple):
+            wrong = (wrong, *result[1:])
+        assert work.error(wrong) > work.tolerance
+
+
+OPS = {
+    "silu_mul": (ops.swiglu, [(3, 5), (3, 5)]),
+    "gelu": (lambda x: ops.gelu(x, approximate="tanh"), [(3, 5)]),
+    "rms_norm": (ops.rms_norm, [(4, 6), (6,)]),
+    "layer_norm": (ops.layer_norm, [(4, 6), (6,), (6,)]),
+    "softmax": (ops.softmax, [(4, 6)]),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_reference_gradients_are_those_of_differences(name):
+    rng = np.random.default_rng(0)
+    xs = [rng.standard_normal(s) for s in OPS[name][1]]
+    f = getattr(reference, name)
+    dy = rng.standard_normal(f(*xs).shape)
+    got = getattr(reference, f"{name}_grad")(*xs, dy)
+    for k, x in enumerate(xs):
+        want = np.zeros_like(x)
+        for i in np.ndindex(x.shape):
+            steps = []
+            for h in (1e-5, -1e-5):
+                moved = [z.copy() for z in xs]
+                moved[k][i] += h
+                steps.append((f(*moved) * dy).sum())
+            want[i] = (steps[0] - steps[1]) / 2e-5
+        np.testing.assert_allclose(got[k], want, rtol=1e-6, atol=1e-8)
+
+
+def test_reference_attention_is_that_of_differences():
+    rng = np.random.default_rng(1)
+    q, k, v, do = rng.standard_normal((4, 5, 3))
+    got = reference.attention_grad(q, k, v, do)
+    for n in range(3):
+        for i in np.ndindex(5, 3):
+            steps = []
+            for h in (1e-5, -1e-5):
+                moved = [q.copy(), k.copy(), v.copy()]
+                moved[n][i] += h
+                steps.append((reference.attention(*moved) * do).sum())
+            want = (steps[0] - steps[1]) / 2e-5
+            np.testing.assert_allclose(got[n][i], want, rtol=1e-5, atol=1e-8)
+
+
+def test_distance_is_infinite_where_something_is_not_finite():
+    assert distance([1.0, 2.0], [1.0, 2.0]) == 0
+    assert distance([1.0, np.nan], [1.0, 2.0]) == np.inf
+    assert distance([1.0], [1.0, 2.0]) == np.inf
+
+
+def test_a_wrong_row_and_a_failing_row_are_told_and_not_timed(cpu):
+    right = ROWS[NAMES.index("row_sum")]
+
+    def wrong(quick):
+        work = right.make(quick)
+        run = work.run
+        return dataclasses.replace(work, run=lambda: run() + 1.0)
+
+    def failing(quick):
+        raise ValueError("no such size\nmore")
+
+    bench = Bench(True, 0.01)
+    record = bench.row(Row("wrong", "", "GB/s", None, wrong))
+    assert record.failed and record.seconds is None
+    assert "WRONG" in record.notes[0]
+    record = bench.row(Row("failing", "", "GB/s", None, failing))
+    assert record.failed and record.notes == ["failed: ValueError: no such size"]
+    record = bench.row(right)
+    assert not record.failed and record.seconds > 0
+    assert record.value == pytest.approx(128 * 2048 * 4 / record.seconds / 1e9)
+
+
+def test_units():
+    work = type("W", (), {"bytes": 8e9, "flops": 6e12})
+    values = {"GB/s": 4.0, "TFLOP/s": 3.0, "µs": 2e6, "ms": 2e3, "tokens/s": 0.5}
+    for unit, value in values.items():
+        assert Row("r", "", unit, None, None).value(2.0, work) == value
+
+
+@pytest.mark.parametrize("name", ["copy", "swiglu", "swiglu_backward", "rms_norm"])
+def test_handwritten_kernels_are_right(name, device):
+    if device.kind != "wgpu":
+        pytest.skip("hand-written WGSL needs an adapter")
+    work = ROWS[NAMES.index(name)].make(True)
+    assert work.error(work.handwritten()()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["softmax", "matmul_8192x4096x11008"])
+def test_handwritten_rows_and_products_are_right(name, device):
+    if device.kind != "wgpu":
+        pytest.skip("hand-written WGSL needs an adapter")
+    work = ROWS[NAMES.index(name)].make(True)
+    assert work.error(work.handwritten()()) < 1e-5
+
+
+def test_the_command_goes_on_past_what_is_missing(cpu, capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    figures, plot = tmp_path / "b.json", tmp_path / "b.png"
+    arguments = ["bench", "nothing", "row_sum", "copy", "--quick", "--seconds", "0.01"]
+    arguments += ["--against", "torch,handwritten", "--json", str(figures)]
+    assert main([*arguments, "--plot", str(plot)]) == 1
+    out, err = capsys.readouterr()
+    assert "no row is called 'nothing'" in err
+    assert "PyTorch is not installed" in out
+    assert "no timestamps" in out
+    content = json.loads(figures.read_text())
+    assert [r["name"] for r in content["rows"]] == ["copy", "row_sum"]
+    assert all(r["value"] > 0 and not r["peers"] for r in content["rows"])
+    assert content["device"] == "cpu"
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    assert "| sum of rows |" in out
+
+
+def test_time_that_is_over_is_said(cpu, capsys):
+    arguments = ["bench", "copy", "row_sum", "--quick", "--seconds", "0.01"]
+    assert main([*arguments, "--minutes", "1e-9"]) == 0
+    out = capsys.readouterr().out
+    assert "copy" in out and "not begun" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--against", "tensorflow"],
+        ["--seconds", "0"],
+        ["--minutes", "-1"],
+    ],
+)
+def test_the_command_refuses(arguments, cpu, capsys):
+    assert main(["bench", "copy", "--quick", *arguments]) == 2
+
+
+def test_the_rows_are_listed(capsys):
+    assert main(["bench", "--rows"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()] == NAMES
+
+
+def test_only_unknown_rows_are_an_error(cpu, capsys):
+    assert main(["bench", "nothing"]) == 1
+    assert "nothing" in capsys.readouterr().err
+
+
+def test_the_table_has_ratios_to_targets_and_ceilings():
+    def record(name, unit, value, target=None, **more):
+        return Record(
+            name, name, unit, target, 1.0, value, 1e-7, bytes=1, flops=1, **more
+        )
+
+    records = [
+        record("copy", "GB/s", 4000.0, peers={"torch": 4100.0}),
+        record("matmul_4096", "TFLOP/s", 40.0, 45.0, peers={"torch": 50.0}),
+        record("half", "GB/s", 2050.0, 4000.0),
+        record("slow", "µs", 600.0, 590.0),
+        Record("bad", "bad", "µs", None, notes=["failed: x"], failed=True),
+    ]
+    assert report.ceilings(records) == (4100.0, 50.0)
+    lines = report.table(records, ["torch"], True).splitlines()
+    assert lines[3].split(" | ")[1:6] == [
+        "40.0 TFLOP/s",
+        "80%",
+        "≥ 45.0",
+        "0.89",
+        "50.0",
+    ]
+    assert "50%" in lines[4] and "0.51" in lines[4]
+    assert "≤ 590" in lines[5] and "1.02" in lines[5]
+    assert "failed: x" in lines[6]
+    assert all(line.count("|") == lines[0].count("|") for line in lines)
+
+
+def test_pytorch_without_cuda_is_said(monkeypatch):
+    class Torch:
+        class cuda:
+            is_available = staticmethod(lambda: False)
+
+    monkeypatch.setitem(sys.modules, "torch", Torch)
+    torch, why = measure.find_torch(["torch"])
+    assert torch is None and "no CUDA device" in why
+    assert measure.find_torch(["handwritten"]) == (None, "")
