@@ -27,6 +27,15 @@ def device(request):
 
 
 @pytest.fixture
+def wgpu():
+    """An adapter, for tests of what a kernel does."""
+    if not has_adapter():
+        pytest.skip("no adapter")
+    yield sd.use_device("wgpu")
+    sd.use_device("cpu")
+
+
+@pytest.fixture
 def cpu():
     """NumPy's device, for tests of what is computed and not of where."""
     return sd.use_device("cpu")

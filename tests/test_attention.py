@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import has_adapter
 
 import shaderdsl as sd
 from shaderdsl import engine, errors, ops
@@ -85,14 +84,6 @@ def check(f, *args, rtol=RTOL, atol=2e-5):
 
 def archetypes(f, *args, **options):
     return [k.archetype for k in sd.lower(f, *args, **options).kernels]
-
-
-@pytest.fixture
-def wgpu():
-    if not has_adapter():
-        pytest.skip("no adapter")
-    yield sd.use_device("wgpu")
-    sd.use_device("cpu")
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from .contract_siblings import sibling_kernels
 from .inplace import write_in_place
 from .map import map_kernels
 from .online import online_kernels
+from .online_points import points_kernels
+from .online_steps import sums_in_steps
 from .partition import Group, Partition
 from .program import Kernel, Program
 from .row import row_kernels
@@ -33,7 +35,13 @@ SCHEDULES: dict[str, Callable[[Group, Target], list[Kernel]]] = {
     "scatter": scatter_kernels,
     "scan": scan_kernels,
     "online": online_kernels,
+    "points": points_kernels,
 }
+
+
+def in_stages(outs: Sequence[Stage], target: Target) -> list[Stage]:
+    """The same outputs, with what one kernel could not do well in several stages."""
+    return split_long(sums_in_steps(outs, target), target)
 
 
 def lower(
@@ -50,7 +58,7 @@ def lower(
         inputs: the graph's inputs, in the order in which their buffers will be given.
         donated: positions of inputs whose memory may be reused.
     """
-    outs = split_long(outs, target)
+    outs = in_stages(outs, target)
     arrangement = arrange(outs, target, inputs, donated)
     partition = arrangement.partition
     note = target.tuned.note
@@ -93,7 +101,7 @@ def trials(
     donated: frozenset[int] = frozenset(),
 ) -> list[Trial]:
     """The kernels of a graph whose schedules have something to choose, each once."""
-    groups = arrange(split_long(outs, target), target, inputs, donated).groups()
+    groups = arrange(in_stages(outs, target), target, inputs, donated).groups()
     found: dict[str, Trial] = {}
     for g in groups:
         one = trial(g, target, SCHEDULES[g.kind])

@@ -16,6 +16,7 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.stage import Stage
 from .member import Inliner, Member, make_member
+from .online_readers import CROWDED, Points, as_points, group_points
 from .online_runs import (
     Run,
     as_run,
@@ -29,6 +30,10 @@ from .target import Target
 #: So few rows against so long lines (a token against a cache) are better off with a
 #: kernel for each stage, whose threads share out the lines; what is stored is short.
 FEW_ROWS, LONG_LINE = 16, 256
+
+
+#: The reductions that read a stage; None for whoever gets an output.
+Stored = dict[Stage, set[Stage | None]]
 
 
 @dataclass(eq=False)
@@ -74,6 +79,8 @@ class Found:
         virtual: products that exist only inside of kernels.
         anchors: stages that are stored or reduced, as all others see them.
         inner: the same as the chains' bodies see them.
+        points: sums that compute products at places of their own.
+        crowded: how many would bind too many arrays.
         log: what was not taken, and why.
     """
 
@@ -83,10 +90,13 @@ class Found:
     products: dict[Stage, Member] = field(default_factory=dict)
     virtual: set[Stage] = field(default_factory=set)
     log: list[str] = field(default_factory=list)
+    points: list[Points] = field(default_factory=list)
+    crowded: int = 0
 
     def __post_init__(self) -> None:
-        self.runs = {r.stage: r for c in self.chains for r in c.runs}
-        self.chain_of = {r.stage: c for c in self.chains for r in c.runs}
+        kernels: list[Chain | Points] = [*self.chains, *self.points]
+        self.runs = {r.stage: r for c in kernels for r in c.runs}
+        self.chain_of = {r.stage: c for c in kernels for r in c.runs}
 
     def product_loads(self, m: Member) -> list[Expr]:
         """What the products load that a run computes again."""
@@ -122,11 +132,13 @@ class Found:
                         stack.append((n.data, False))
         return out
 
-    def layout(self, c: Chain) -> Layout:
+    def layout(self, c: Chain | Points) -> Layout:
         """Axes of the kernel: batch, row; line, other reduced axes; inner, columns.
 
         Products are members that each kernel has for itself.
         """
+        if isinstance(c, Points):
+            return self._layout_points(c)
         batch = sorted(a for a in c.extents if a != c.row and a not in c.reduced)
         rows = [*batch, c.row]
         lanes = [c.line, *sorted(c.reduced - {c.line})]
@@ -158,11 +170,70 @@ class Found:
             f"one pass: {names} computed again here and never stored",
         )
 
+    def _layout_points(self, p: Points) -> Layout:
+        """Axes of the kernel: those of the sums; then each product's own."""
+        first = p.runs[0].member
+        rows = [first.space[a] for a in first.out]
+        lanes = [first.space[a] for a in first.red]
+        products = []
+        for x in p.products:
+            m = self.products[x]
+            own = Member(m.stage, m.body, "online", m.out, m.red, m.loads)
+            start = len(rows) + len(lanes)
+            products.append((own, list(range(start, start + len(m.axes)))))
+            lanes += [m.space[a] for a in m.axes]
+        runs = []
+        for r in p.runs:
+            r.member.role = "points"
+            runs.append((r.member, list(range(len(r.member.axes)))))
+        names = ", ".join(dict.fromkeys(x.name for x in p.products))
+        why = f"{names} computed again at each place and never stored"
+        return Layout(tuple(rows), tuple(lanes), products, runs, why)
+
 
 def find_chains(
     order: Sequence[Stage], anchors: set[Stage], outs: set[Stage], target: Target
 ) -> Found:
-    """All chains of a graph."""
+    """All chains of a graph.
+
+    Where kernels would bind too many arrays, factors that are computed from several
+    are stored first.
+    """
+    found = _find(order, anchors, outs, target)
+    if found.crowded:
+        maps = _computed_factors(order, anchors, outs)
+        again = _find(order, anchors | maps, outs, target) if maps else found
+        if again.crowded < found.crowded:
+            for s in maps:
+                again.log.append(
+                    f"{s.name} {list(s.shape)} is stored: else kernels would bind more "
+                    f"than {target.limits.max_storage_buffers} arrays"
+                )
+            return again
+    return found
+
+
+def _computed_factors(
+    order: Sequence[Stage], anchors: set[Stage], outs: set[Stage]
+) -> set[Stage]:
+    """Maps of more than one array that are factors of products."""
+    inliner = Inliner(anchors)
+    maps = set()
+    for x in find_products(order, anchors, outs):
+        for n in x.loads:
+            s: Stage = n.data
+            while s.kind == "map" and s.body is not None and s.body.kind == "load":
+                s = s.body.data
+            if s.kind == "map" and s.body is not None and s not in anchors:
+                loads = E.loads(inliner.body(s.body, s.space))
+                if len({n.data for n in loads}) > 1:
+                    maps.add(s)
+    return maps
+
+
+def _find(
+    order: Sequence[Stage], anchors: set[Stage], outs: set[Stage], target: Target
+) -> Found:
     none = Found(anchors, anchors)
     products = find_products(order, anchors, outs) if target.online else {}
     products = {x: m for x, m in products.items() if x.nbytes >= target.online_from}
@@ -177,8 +248,14 @@ def find_chains(
     inner = anchors - (soft - outs)
     inliner = Inliner(inner)
     runs: list[Run] = []
+    others: dict[Stage, Run] = {}
+    refused: dict[Stage, str] = {}
     readers: dict[Stage, list[Stage]] = {x: [] for x in products}
+    stored: Stored = {s: {None} for s in outs}
     for s in order:
+        if s.kind == "reduce" and s.body is not None:
+            for n in E.loads(inliner.body(s.body, s.space)):
+                stored.setdefault(n.data, set()).add(s)
         if s not in inner or s.body is None:
             continue
         if not any(n.data in products or n.data in soft for n in s.loads):
@@ -190,32 +267,63 @@ def find_chains(
         for x in mine:
             readers[x].append(s)
         run = as_run(member, products)
-        if isinstance(run, str):
-            none.log.append(f"{s.name} {list(s.shape)} is not part of one pass: {run}")
-        else:
+        if not isinstance(run, str):
             runs.append(run)
-    reach = _reach(order, [r.stage for r in runs])
+            continue
+        apart = as_points(member, products, target)
+        if isinstance(apart, str):
+            refused[s] = f"{run}; {apart}"
+        else:
+            others[s] = apart
+    reach = _reach(order, [*(r.stage for r in runs), *others])
     chains: list[Chain] = []
     for run in runs:
-        if not any(_join(c, run, products, reach, outs, target) for c in chains):
+        if not any(_join(c, run, products, reach, stored, target) for c in chains):
             chains.append(_open(run))
-    chains = [c for c in chains if _complete(c, products, target, none.log)]
+    chains = [c for c in chains if _complete(c, products, stored, target, none.log)]
+    none.crowded = sum(CROWDED in x for x in (*none.log, *refused.values()))
+    for s, reason in refused.items():
+        none.log.append(f"{s.name} {list(s.shape)} is not part of one pass: {reason}")
     if not chains:
         return none
     hosted = {r.stage for c in chains for r in c.runs}
+    for run in runs:
+        apart = as_points(run.member, products, target)
+        if run.stage not in hosted and not isinstance(apart, str):
+            others[run.stage] = apart
     used = {x for c in chains for x in c.places}
-    virtual = {x for x in used if all(s in hosted for s in readers[x])}
+    virtual = _never_stored(used, hosted, others, readers)
     log = none.log
+    points = group_points(list(others.values()), products, reach, target)
+    hosted |= set(others)
     for x in used - virtual:
-        others = ", ".join(s.name for s in readers[x] if s not in hosted)
-        log.append(f"{x.name} {list(x.shape)} is stored: {others} need it")
+        names = ", ".join(s.name for s in readers[x] if s not in hosted)
+        log.append(f"{x.name} {list(x.shape)} is stored: {names} need it")
     gone: set[Stage] = set()
     for s in order:
         if s in soft and any(n.data in virtual or n.data in gone for n in s.loads):
             gone.add(s)
     final = anchors - (gone - outs)
     kept = {x: products[x] for x in used}
-    return Found(final, inner, chains, kept, virtual, log)
+    return Found(final, inner, chains, kept, virtual, log, points, none.crowded)
+
+
+def _never_stored(
+    used: set[Stage],
+    hosted: set[Stage],
+    others: dict[Stage, Run],
+    readers: dict[Stage, list[Stage]],
+) -> set[Stage]:
+    """Products that nobody needs stored; ``others`` keeps what reads none but these."""
+    while True:
+        virtual = {
+            x for x in used if all(s in hosted or s in others for s in readers[x])
+        }
+        wrong = [s for s, r in others.items() if not set(r.places) <= virtual]
+        if not wrong:
+            return virtual
+        for s in wrong:
+            del others[s]
 
 
 # ------------------------------------------------------------------ chains
@@ -250,7 +358,7 @@ def _join(
     run: Run,
     products: dict[Stage, Member],
     reach: dict[Stage, int],
-    outs: set[Stage],
+    stored: Stored,
     target: Target,
 ) -> bool:
     """Add a run to a chain if it fits."""
@@ -270,7 +378,7 @@ def _join(
     trial = [*c.runs, run]
     if not _independent(trial, c.maximum, reach, products):
         return False
-    if _bindings(trial, products, outs) > target.limits.max_storage_buffers:
+    if _bindings(trial, products, stored) > target.limits.max_storage_buffers:
         return False
     c.runs.append(run)
     for x, place in run.places.items():
@@ -314,17 +422,23 @@ def _independent(
 
 
 def _bindings(
-    runs: Sequence[Run], products: dict[Stage, Member], outs: set[Stage]
+    runs: Sequence[Run], products: dict[Stage, Member], stored: Stored
 ) -> int:
     inside = {r.stage for r in runs} | {x for r in runs for x in r.places}
     loaded = {n.data for r in runs for n in r.member.loads}
     loaded |= {n.data for r in runs for x in r.places for n in products[x].loads}
-    stored = sum(1 for r in runs if r.column is not None or r.stage in outs)
-    return len(loaded - inside) + stored
+    kept = sum(
+        r.column is not None or not stored.get(r.stage, set()) <= inside for r in runs
+    )
+    return len(loaded - inside) + kept
 
 
 def _complete(
-    c: Chain, products: dict[Stage, Member], target: Target, log: list[str]
+    c: Chain,
+    products: dict[Stage, Member],
+    stored: Stored,
+    target: Target,
+    log: list[str],
 ) -> bool:
     """Choose the chain's row and line; whether it is worth a kernel."""
     name = c.runs[-1].stage.name
@@ -382,8 +496,8 @@ def _complete(
         if terms is not None and any(f.free >> row & 1 for f in terms.weight):
             log.append(f"{name} is not one pass: its weights differ from row to row")
             return False
-    if _bindings(c.runs, products, set()) > target.limits.max_storage_buffers:
-        log.append(f"{name} is not one pass: too many bindings")
+    if _bindings(c.runs, products, stored) > target.limits.max_storage_buffers:
+        log.append(f"{name} is not one pass: {CROWDED}")
         return False
     return True
 

@@ -26,6 +26,7 @@ from .member import (
     make_member,
 )
 from .online_find import Chain, find_chains
+from .online_readers import Points
 from .scan_form import scan_parts
 from .target import Target
 
@@ -318,10 +319,11 @@ class Partition:
             return
         self._open(m)
 
-    def _open_chain(self, c: Chain) -> None:
-        """One group for all runs of a chain."""
+    def _open_chain(self, c: Chain | Points) -> None:
+        """One group for all runs of a chain, or for all sums over the same places."""
         plan = self.online.layout(c)
-        g = Group("online", plan.rows, plan.lanes)
+        kind = "points" if isinstance(c, Points) else "online"
+        g = Group(kind, plan.rows, plan.lanes)
         g.anchors = self.online.inner
         g.why.append(plan.why)
         g.bit = 1 << self.position[c.runs[0].member]
@@ -367,7 +369,7 @@ class Partition:
         self, m: Member, g: Group, producers: Sequence[Group]
     ) -> list[int] | None:
         """The kernel axes that m would have in its producer's group, or None."""
-        if g.kind not in ("row", "contract", "map", "online"):
+        if g.kind not in ("row", "contract", "map", "online", "points"):
             return None
         where: dict[int, int] = {}
         for n in m.loads:
@@ -400,6 +402,10 @@ class Partition:
                 or set(m.axes) != set(where)
                 or len(where) != len(g.space)
             ):
+                return None
+        elif g.kind == "points":
+            plain = set(where.values()) == set(range(rows))
+            if m.role != "map" or set(m.axes) != set(where) or not plain:
                 return None
         elif g.kind == "online":
             beyond = set(where.values()) - set(range(rows))

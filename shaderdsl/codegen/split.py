@@ -54,14 +54,21 @@ def _wanted(s: Stage) -> bool:
 
 
 def _split(s: Stage) -> Stage:
+    k = max(range(len(s.rext)), key=lambda q: s.rext[q])
+    n = s.rext[k]
+    return in_shares(s, _shares(n, math.prod(s.rext) // n))
+
+
+def in_shares(s: Stage, shares: int) -> Stage:
+    """A reduction whose longest axis is walked in so many shares."""
     assert s.body is not None and s.monoid is not None
     no = len(s.ext)
     k = max(range(len(s.rext)), key=lambda q: s.rext[q])
     n, axis = s.rext[k], no + k
-    shares = _shares(n, math.prod(s.rext) // n)
     if shares < 2:
         return s
     per = -(-n // shares)
+    shares = -(-n // per)
     # Axes of the first stage: outputs, the share, then the reduced ones with `axis`
     # shortened.
     moved: dict[int, Expr] = {no + q: E.index(no + 1 + q) for q in range(len(s.rext))}

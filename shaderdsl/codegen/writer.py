@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,8 @@ class Writer:
         self.addresses: dict[Expr, Address] = {}
         self.plain: set[Tensor] = set()
         self.uses_subgroups = False
+        # Stages that are computed where they are read: what writes such a read.
+        self.virtual: dict[Stage, Callable[[Expr, int], str]] = {}
         self._counter = 0
 
     # -------------------------------------------------------------- blocks
@@ -308,6 +310,8 @@ class Writer:
         if n in self.local:
             return self.local[n]
         stage: Stage = n.data
+        if stage in self.virtual:
+            return self.virtual[stage](n, level)
         form = self.addresses.get(n)
         if form is None:
             form = self.addresses[n] = load_address(n, self.space)
