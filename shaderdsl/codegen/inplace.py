@@ -31,10 +31,17 @@ class Slice:
     new: Expr
 
 
-def write_in_place(a: Arrangement) -> None:
-    """Give results the memory of an operand that nobody reads afterwards."""
+def write_in_place(a: Arrangement, sums: bool = False) -> None:
+    """Give results the memory of an operand that nobody reads afterwards.
+
+    Args:
+        sums: reductions that add to an operand overwrite it too.
+    """
     for g in a.partition.groups:
-        if g.kind == "map" and a.untouched(g) and not _update_slices(g, a):
+        if g.kind == "map" and a.untouched(g):
+            if not _update_slices(g, a):
+                _overwrite(g, a)
+        elif sums and g.kind in ("contract", "row"):
             _overwrite(g, a)
 
 
@@ -172,14 +179,19 @@ def _overwrite(g: Group, a: Arrangement) -> None:
     loads: dict[Stage, list[Expr]] = {}
     for n in E.loads(*bodies):
         loads.setdefault(n.data, []).append(n)
+    inner = [n.data for m in g.members if m not in g.stored for n in m.loads]
     for m in g.stored:
-        if m.stage not in a.outs or m.stage.size != math.prod(g.space):
+        if m.role != "map" or m.stage not in a.outs:
+            continue
+        if g.kind == "map" and m.stage.size != math.prod(g.space):
             continue
         # Halves of words are written atomically, beside which a plain load is refused.
         if m.stage.dtype == "f16" and not a.target.features.f16:
             continue
         for base, reads in loads.items():
             if base not in a.donated or not all(_same_place(g, m, n) for n in reads):
+                continue
+            if base in inner:
                 continue
             if _may_take(base, m.stage, g, a):
                 g.targets[m.stage] = (base, reads[0].args)

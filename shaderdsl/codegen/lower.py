@@ -9,6 +9,9 @@ from ..ir import expr as E
 from ..ir.stage import Stage, topo_stages
 from .arena import merge_updates
 from .arrangement import Arrangement
+from .blocks import block_kernels, blocks_of, inside
+from .blocks_find import Found, find_loops
+from .blocks_graph import Loop
 from .contract import contract_kernels
 from .contract_siblings import sibling_kernels
 from .inplace import write_in_place
@@ -58,12 +61,45 @@ def lower(
         inputs: the graph's inputs, in the order in which their buffers will be given.
         donated: positions of inputs whose memory may be reused.
     """
-    outs = in_stages(outs, target)
-    arrangement = arrange(outs, target, inputs, donated)
+    return _planned(_loops(outs, target), target, inputs, donated)
+
+
+def _loops(outs: Sequence[Stage], target: Target) -> Found:
+    """Loops over blocks, and the graph around them."""
+
+    def online() -> frozenset[Stage]:
+        whole = Partition(in_stages(outs, target), target)
+        return frozenset(whole.online.virtual)
+
+    return find_loops(outs, target, online)
+
+
+def _block(
+    outs: Sequence[Stage],
+    target: Target,
+    inputs: Sequence[Stage],
+    donated: frozenset[int],
+) -> Program:
+    """The kernels of one block: arrays keep their places, sums are added in place."""
+    return _planned(Found(list(outs)), target, inputs, donated, block=True)
+
+
+def _planned(
+    found: Found,
+    target: Target,
+    inputs: Sequence[Stage],
+    donated: frozenset[int],
+    block: bool = False,
+) -> Program:
+    outs = in_stages(found.outs, target)
+    arrangement = arrange(outs, target, inputs, donated, found.loops, block)
     partition = arrangement.partition
     note = target.tuned.note
     kernels: list[Kernel] = []
     for g in arrangement.groups():
+        if g.loop is not None:
+            kernels += block_kernels(g.loop, target, _block)
+            continue
         if g.kind not in SCHEDULES:
             raise CompilerError(f"no schedule for {g.kind}")
         kernels += kernels_of(g, target, SCHEDULES[g.kind])
@@ -72,10 +108,10 @@ def lower(
         tuple(inputs),
         tuple(outs),
         donated,
-        _scalars(outs),
-        (*partition.log, *arrangement.log, *([note] if note else [])),
+        _scalars([*outs, *(s for loop in found.loops for s in loop.places)]),
+        (*found.log, *partition.log, *arrangement.log, *([note] if note else [])),
         arrangement.places,
-        frozenset(partition.online.virtual),
+        frozenset(partition.online.virtual) | _never_whole(found),
     )
 
 
@@ -84,11 +120,20 @@ def arrange(
     target: Target,
     inputs: Sequence[Stage],
     donated: frozenset[int],
+    loops: Sequence[Loop] = (),
+    block: bool = False,
 ) -> Arrangement:
-    """Which groups there are, in which order and memory."""
-    arrangement = Arrangement(Partition(outs, target), target, inputs, outs, donated)
-    merge_updates(arrangement)
-    write_in_place(arrangement)
+    """Which groups there are, in which order and memory.
+
+    Args:
+        loops: those whose results are ``given`` in the graph.
+        block: the graph is a block's: arrays keep their places, sums are in place.
+    """
+    partition = Partition(outs, target, loops)
+    arrangement = Arrangement(partition, target, inputs, outs, donated)
+    if not block:
+        merge_updates(arrangement)
+    write_in_place(arrangement, sums=block)
     merge_siblings(arrangement, target)
     return arrangement
 
@@ -101,13 +146,29 @@ def trials(
     donated: frozenset[int] = frozenset(),
 ) -> list[Trial]:
     """The kernels of a graph whose schedules have something to choose, each once."""
-    groups = arrange(in_stages(outs, target), target, inputs, donated).groups()
-    found: dict[str, Trial] = {}
-    for g in groups:
+    found = _loops(outs, target)
+    around = in_stages(found.outs, target)
+    groups = arrange(around, target, inputs, donated, found.loops).groups()
+    tried: dict[str, Trial] = {}
+    while groups:
+        g = groups.pop(0)
+        if g.loop is not None:
+            small = inside(target)
+            for b in blocks_of(g.loop).values():
+                stages = in_stages(b.outs, small)
+                inner = arrange(stages, small, b.inputs, b.donated, block=True)
+                groups += inner.groups()
+            continue
         one = trial(g, target, SCHEDULES[g.kind])
         if one is not None:
-            found.setdefault(one.key, one)
-    return list(found.values())
+            tried.setdefault(one.key, one)
+    return list(tried.values())
+
+
+def _never_whole(found: Found) -> frozenset[Stage]:
+    """Reductions that exist in blocks alone."""
+    large = {s for loop in found.loops for s in loop.large}
+    return frozenset(s for s in large if s.kind == "reduce")
 
 
 def _scalars(outs: Sequence[Stage]) -> tuple[tuple[str, str], ...]:

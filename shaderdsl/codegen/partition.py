@@ -17,6 +17,7 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.indexmap import Affine
 from ..ir.stage import Stage, map_stage, topo_stages
+from .blocks_graph import Loop
 from .member import (
     Inliner,
     Member,
@@ -61,6 +62,7 @@ class Group:
     stands_for: list[Group] | None = (
         None  # groups of the graph that this one computes in their place
     )
+    loop: Loop | None = None  # a loop over blocks of rows that gives the members
 
     @property
     def space(self) -> tuple[int, ...]:
@@ -101,10 +103,16 @@ class Group:
 class Partition:
     """Groups of a graph, in an order of execution."""
 
-    def __init__(self, outs: Sequence[Stage], target: Target):
+    def __init__(
+        self, outs: Sequence[Stage], target: Target, loops: Sequence[Loop] = ()
+    ):
         self.target = target
+        self.loop_of = {g: loop for loop in loops for g in loop.given.values()}
         self.limit = target.limits.max_storage_buffers
         self.outs = {o for o in outs if o.kind != "input" and o.size > 0}
+        # What loops read is stored like an output.
+        read = [n.data for s in self.loop_of for n in s.loads]
+        self.outs |= {s for s in read if s.kind != "input" and s.size > 0}
         self.log: list[str] = []
         # In the order of the outputs, so that equal graphs give equal kernels in every
         # run.
@@ -153,7 +161,7 @@ class Partition:
         """Outputs, reductions, and maps that are cheaper to store than to compute
         again.
         """
-        anchors = self.outs | {s for s in order if s.kind == "reduce"}
+        anchors = self.outs | {s for s in order if s.kind in ("reduce", "given")}
         for s in order:
             if s.keep == "store" and s not in anchors:
                 self._store(anchors, s, "asked for by store()")
@@ -248,6 +256,9 @@ class Partition:
             if s in self.online.runs:
                 members.append(self.online.runs[s].member)
                 continue
+            if s.kind == "given":
+                members.append(Member(s, E.const(0), s.kind, (), (), tuple(s.loads)))
+                continue
             assert s.body is not None
             body = inliner.body(s.body, s.space)
             if len({n.data for n in E.loads(body)}) > self.limit - 1:
@@ -301,6 +312,9 @@ class Partition:
             if m.stage not in self.group:
                 self._open_chain(self.online.chain_of[m.stage])
             return
+        if m.role == "given":
+            self._open_loop(m)
+            return
         producers = list(
             dict.fromkeys(self.group[n.data] for n in m.loads if n.data in self.group)
         )
@@ -318,6 +332,16 @@ class Partition:
         if self._sideways(m, producers):
             return
         self._open(m)
+
+    def _open_loop(self, m: Member) -> None:
+        """One group for all results of a loop over blocks."""
+        loop = self.loop_of[m.stage]
+        g = next((g for g in self.groups if g.loop is loop), None)
+        if g is None:
+            g = Group("given", (), (), anchors=self.anchors, loop=loop)
+            g.bit = 1 << self.position[m]
+            self.groups.append(g)
+        self._add(g, m, [])
 
     def _open_chain(self, c: Chain | Points) -> None:
         """One group for all runs of a chain, or for all sums over the same places."""

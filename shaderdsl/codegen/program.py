@@ -89,6 +89,8 @@ class Kernel:
         flops: floating-point operations of one dispatch.
         bytes: bytes that one dispatch must move to and from memory.
         reason: why the kernel begins and ends where it does.
+        windows: tensors of this kernel that are parts of others of the program: the
+            whole, and the first element. A loop binds other parts at each turn.
     """
 
     name: str
@@ -103,6 +105,15 @@ class Kernel:
     flops: int
     bytes: int
     reason: str
+    windows: Mapping[Stage, tuple[Stage, int]] = field(
+        default_factory=dict, compare=False
+    )
+
+    def whole(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """The program's tensor in which one of this kernel lies, and where."""
+        if isinstance(tensor, Scratch):
+            return tensor, 0
+        return self.windows.get(tensor, (tensor, 0))
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,8 @@ class Target:
         online_from: bytes of scores from which they are computed again and not stored.
         tuned: choices that were measured here to be the fastest, by kernel.
         choice: what decides for the schedules of one kernel; the cost model if absent.
+        block_from: bytes of a product from which it is worked through in blocks of rows
+            if it is of no use by itself (logits); 0 for never.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Target:
     online_from: int = 0
     tuned: Tuned = field(default_factory=Tuned, compare=False, repr=False)
     choice: Decider | None = None
+    block_from: int = 32 << 20
 
     def portable(self) -> Target:
         """The same device held to what every WebGPU implementation guarantees."""

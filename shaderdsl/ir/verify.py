@@ -16,7 +16,7 @@ from .primitives import PRIMITIVES
 from .printer import show, show_stage
 from .stage import MONOIDS, Stage
 
-_KINDS = ("input", "map", "reduce")
+_KINDS = ("input", "given", "map", "reduce")
 _LEAVES = {"const": E.DTYPES, "index": ("i32",), "size": ("i32", "u32", "f32")}
 
 
@@ -94,7 +94,7 @@ def _faults(s: Stage) -> Iterator[str]:
         yield f"groups {s.groups} do not cover its {len(s.ext)} axes in order"
     if (s.kind == "reduce") != bool(s.monoid) or (s.kind != "reduce" and s.rext):
         yield f"a {s.kind} with monoid {s.monoid} over {list(s.rext)}"
-    if (s.body is None) != (s.kind == "input"):
+    if (s.body is None) != (s.kind in ("input", "given")):
         yield f"{'no body' if s.body is None else 'a body'} in a stage of kind {s.kind}"
     if s.body is None:
         return

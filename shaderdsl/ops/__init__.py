@@ -13,7 +13,12 @@ from .attention import (
 from .contract import linear, linear_bias
 from .elementwise import geglu, gelu, silu, softplus, swiglu
 from .embedding import embedding
-from .loss import cross_entropy, cross_entropy_rows
+from .loss import (
+    cross_entropy,
+    cross_entropy_rows,
+    linear_cross_entropy,
+    linear_cross_entropy_rows,
+)
 from .norm import layer_norm, log_softmax, rms_norm, rms_norm_shifted, softmax
 from .rope import rope, rope_halved, rope_interleaved, rope_tables
 from .update import adamw_update, sgd_update
@@ -34,6 +39,8 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_bias",
+    "linear_cross_entropy",
+    "linear_cross_entropy_rows",
     "log_softmax",
     "rms_norm",
     "rms_norm_shifted",

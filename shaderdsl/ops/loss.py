@@ -1,4 +1,4 @@
-"""Cross entropy from logits."""
+"""Cross entropy from logits, and from what they are made of."""
 
 from __future__ import annotations
 
@@ -27,6 +27,40 @@ def cross_entropy_rows(logits: Any, labels: Any, *, ignore_index: int = -100) ->
     Raises:
         IndexRangeError: labels known on the host that are neither.
     """
+    return _rows(logits, labels, ignore_index)
+
+
+@op("... k, v k, ... -> ...")
+def linear_cross_entropy_rows(
+    x: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+) -> Any:
+    """Cross entropy of the logits x Wᵀ, and 0 where the label is ``ignore_index``.
+
+    Large logits are worked through in blocks of rows: they never exist whole, neither
+    forward nor backward.
+
+    Args:
+        x: [..., k].
+        weight: [v, k].
+        labels: i32 or u32 [...], 0 ≤ label < v or ``ignore_index``.
+        ignore_index: the label of rows that do not count; a runtime number.
+        softcap: c makes the logits c · tanh(x Wᵀ / c).
+
+    Raises:
+        IndexRangeError: labels known on the host that are neither.
+    """
+    logits = sd.sum(x * weight, over="k")
+    if softcap is not None:
+        logits = softcap * sd.tanh(logits / softcap)
+    return _rows(logits, labels, ignore_index)
+
+
+def _rows(logits: Any, labels: Any, ignore_index: Any) -> Any:
     counted = labels != ignore_index
     shifted = logits - shift(logits, "v")
     chosen = sd.where(counted, shifted.at(v=labels), 0.0)
@@ -50,18 +84,60 @@ def cross_entropy(
         IndexRangeError: labels known on the host that are out of range.
         ShapeError: an unknown reduction.
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ShapeError(
-            f"cross_entropy: reduction is 'mean', 'sum' or 'none', not {reduction!r}",
-            where=user_location(),
-        )
+    _check(reduction, "cross_entropy")
     y: Any = asarray(labels)
     rows: Array = cross_entropy_rows(logits, y, ignore_index=ignore_index)
+    return _reduced(rows, y, ignore_index, reduction)
+
+
+def linear_cross_entropy(
+    x: Any,
+    weight: Any,
+    labels: Any,
+    ignore_index: int = -100,
+    *,
+    softcap: float | None = None,
+    reduction: str = "mean",
+) -> Array:
+    """Cross entropy of the logits x Wᵀ, and its sum or mean over the rows that count.
+
+    The same as ``cross_entropy(linear(x, weight), labels)``, which is scheduled alike:
+    logits of 32 MiB or more are worked through in blocks of rows and never exist whole.
+
+    Args:
+        x: [..., k].
+        weight: [v, k].
+        labels: i32 or u32 [...].
+        ignore_index: the label of rows that do not count.
+        softcap: c makes the logits c · tanh(x Wᵀ / c).
+        reduction: as of :func:`cross_entropy`.
+
+    Raises:
+        IndexRangeError: labels known on the host that are out of range.
+        ShapeError: an unknown reduction.
+    """
+    _check(reduction, "linear_cross_entropy")
+    y: Any = asarray(labels)
+    rows: Array = linear_cross_entropy_rows(
+        x, weight, y, ignore_index=ignore_index, softcap=softcap
+    )
+    return _reduced(rows, y, ignore_index, reduction)
+
+
+def _check(reduction: str, what: str) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ShapeError(
+            f"{what}: reduction is 'mean', 'sum' or 'none', not {reduction!r}",
+            where=user_location(),
+        )
+
+
+def _reduced(rows: Array, labels: Any, ignore_index: int, reduction: str) -> Array:
     if reduction == "none":
         return rows
     total: Array = sd.sum(rows)
     if reduction == "sum":
         return total
-    counted = sd.sum(sd.cast(y != ignore_index, "f32"))
+    counted = sd.sum(sd.cast(labels != ignore_index, "f32"))
     mean: Array = total / sd.maximum(counted, 1.0)
     return mean

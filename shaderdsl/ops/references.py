@@ -108,6 +108,20 @@ def cross_entropy_rows(logits: Any, labels: Any, ignore_index: int = -100) -> An
     return np.where(counted, lse - np.take_along_axis(logits, at, -1)[..., 0], 0.0)
 
 
+def linear_cross_entropy_rows(
+    x: Any,
+    weight: Any,
+    labels: Any,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+) -> Any:
+    """Cross entropy of x Wᵀ, capped"""
+    logits = linear(x, weight)
+    if softcap is not None:
+        logits = softcap * np.tanh(logits / softcap)
+    return cross_entropy_rows(logits, labels, ignore_index)
+
+
 def attention_lse(
     q: Any,
     k: Any,

@@ -25,6 +25,7 @@ from . import (
     layer_norm,
     linear,
     linear_bias,
+    linear_cross_entropy_rows,
     log_softmax,
     rms_norm,
     rms_norm_shifted,
@@ -136,6 +137,15 @@ _ENTRIES = (
         {"ignore_index": (-100,)},
         ids={"labels": ("v", -100)},
         nonempty=("v",),
+    ),
+    Entry(
+        linear_cross_entropy_rows,
+        R.linear_cross_entropy_rows,
+        {"...": 6, "k": 8, "v": 11},
+        {"ignore_index": (-100,), "softcap": (None, 2.0)},
+        ids={"labels": ("v", -100)},
+        nonempty=("v",),
+        kinds=("ordinary", "tiny", "zeros"),
     ),
     Entry(
         attention,

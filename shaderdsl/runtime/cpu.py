@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 CPU_TARGET = Target(
     name="cpu",
     family="cpu",
-    limits=Limits(max_binding_bytes=1 << 46, max_buffer_bytes=1 << 46),
+    limits=Limits(
+        max_binding_bytes=1 << 46, max_buffer_bytes=1 << 46, storage_alignment=4
+    ),
 )
 
 
@@ -111,7 +113,11 @@ class CpuExecutable(Executable):
     def __init__(self, device: CpuDevice, program: Program):
         self.device, self.program = device, program
         given = set(program.inputs)
-        written = {stage for kernel in program.kernels for stage in kernel.writes}
+        written: set[Any] = {
+            kernel.whole(stage)[0]
+            for kernel in program.kernels
+            for stage in kernel.writes
+        }
         for stage in program.outputs:
             if stage.size and stage not in given and stage not in written:
                 raise CompilerError(f"no kernel writes the output {stage.name}")
@@ -119,12 +125,14 @@ class CpuExecutable(Executable):
         last: dict[Any, int] = {}
         for number, kernel in enumerate(program.kernels):
             for binding in kernel.bindings:
-                last[binding.tensor] = number
+                last[kernel.whole(binding.tensor)[0]] = number
             # Of an arena the kernel binds the whole, and here there are only parts.
             for stage in kernel.members:
-                last.update((load.data, number) for load in stage.loads)
+                last.update(
+                    (kernel.whole(load.data)[0], number) for load in stage.loads
+                )
             for stage in kernel.writes:
-                last.setdefault(stage, number)
+                last.setdefault(kernel.whole(stage)[0], number)
         kept = given | set(program.outputs)
         self._drop: list[list[Stage]] = [[] for _ in program.kernels]
         for tensor, number in last.items():
@@ -172,6 +180,10 @@ class CpuExecutable(Executable):
         for number, kernel in enumerate(self.program.kernels):
             began = time.perf_counter()
             computed: list[Stage] = []
+            for part, (whole, first) in kernel.windows.items():
+                if whole in values:
+                    flat = values[whole].reshape(-1)[first : first + part.size]
+                    values[part] = flat.reshape(part.shape)
             with np.errstate(all="ignore"):
                 for stage in kernel.members:
                     # A member that was taken apart to fit the bindings is evaluated
@@ -184,9 +196,12 @@ class CpuExecutable(Executable):
             for stage in kernel.writes:
                 # A store narrows, e.g. f16.
                 stored = np.ascontiguousarray(values[stage], VISIBLE[stage.dtype])
+                if stage in kernel.windows:
+                    self._write_part(stored, *kernel.windows[stage], values, held)
+                    continue
                 held[stage] = self.device.hold(stored.reshape(stage.shape), stage.dtype)
                 values[stage] = _widened(held[stage].handle)
-            for stage in computed:
+            for stage in (*computed, *kernel.windows):
                 if stage not in held:
                     values.pop(stage, None)
             if profiling.active():
@@ -195,6 +210,23 @@ class CpuExecutable(Executable):
                 profiling.note_dispatches([kernel], live, [spent])
             for stage in self._drop[number]:
                 del values[stage], held[stage]
+
+    def _write_part(
+        self,
+        stored: np.ndarray[Any, Any],
+        whole: Any,
+        first: int,
+        values: dict[Stage, np.ndarray[Any, Any]],
+        held: dict[Stage, Buffer],
+    ) -> None:
+        """Store a part of an array, which begins to exist with the first one."""
+        if whole not in held:
+            held[whole] = self.device.hold(
+                np.empty(whole.shape, stored.dtype), whole.dtype
+            )
+        array = held[whole].handle
+        array.reshape(-1)[first : first + stored.size] = stored.reshape(-1)
+        values[whole] = _widened(array)
 
     def _results(
         self,

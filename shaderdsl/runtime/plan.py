@@ -166,10 +166,16 @@ def plan_memory(program: Program, donated: frozenset[int]) -> MemoryPlan:
         home, offset = homes.of(tensor)
         return place[home], offset
 
+    def bound(kernel: Kernel, tensor: Tensor) -> Place:
+        whole, first = kernel.whole(tensor)
+        slot, offset = at(whole)
+        return slot, offset + first * ITEM_BYTES[whole.dtype]
+
     return MemoryPlan(
         slots=tuple(slots),
         bindings=tuple(
-            tuple(at(b.tensor) for b in kernel.bindings) for kernel in program.kernels
+            tuple(bound(kernel, b.tensor) for b in kernel.bindings)
+            for kernel in program.kernels
         ),
         # An input that is an output too is given back as it came.
         outputs=tuple(
@@ -200,7 +206,7 @@ class Homes:
         for parts in self.parts.values():
             parts.sort(key=lambda part: part[1])
         self.written = {
-            self.of(binding.tensor)[0]
+            self.of(kernel.whole(binding.tensor)[0])[0]
             for kernel in program.kernels
             for binding in kernel.bindings
             if binding.access == "read_write"
@@ -235,7 +241,8 @@ def _lifetimes(
     filled: set[Tensor] = {*position, *homes.parts}
     for number, kernel in enumerate(program.kernels):
         for binding in kernel.bindings:
-            tensor, writes = binding.tensor, binding.access == "read_write"
+            tensor, _ = kernel.whole(binding.tensor)
+            writes = binding.access == "read_write"
             home, _ = homes.of(tensor)
             if not writes and tensor not in filled and home not in filled:
                 raise CompilerError(

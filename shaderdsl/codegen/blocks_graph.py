@@ -1,0 +1,238 @@
+"""The graph of one block of rows: the stages of a loop with shorter extents, on parts
+of what they read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..ir import expr as E
+from ..ir.expr import Expr
+from ..ir.stage import MONOIDS, Stage, input_stage, make_reduce, map_stage, reduce_stage
+from .blocks_rows import Axes, block_extents, borders, leading, loaded_rows
+from .member import contract_parts
+
+
+class Refused(Exception):
+    """Why a product is not worked through in blocks."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The axes of a stage that count rows, and whether it reduces them."""
+
+    axes: Axes
+    summed: bool = False
+
+
+@dataclass(eq=False)
+class Loop:
+    """One loop over blocks of rows.
+
+    Args:
+        count: rows.
+        places: the stages inside, in order.
+        large: those of them that have a row of the product for each row.
+        blocks: first row and number of rows of each.
+        given: for each result the stage of the graph outside that stands for it.
+        externals: what the stages inside read from outside.
+    """
+
+    count: int
+    places: dict[Stage, Place]
+    large: set[Stage]
+    blocks: list[tuple[int, int]] = field(default_factory=list)
+    given: dict[Stage, Stage] = field(
+        default_factory=dict
+    )  # result → who stands for it
+    externals: list[Stage] = field(default_factory=list)
+
+    @property
+    def now(self) -> list[Stage]:
+        """The externals as the graph outside has them."""
+        return [n.data for n in next(iter(self.given.values())).loads]
+
+
+def results(loop: Loop) -> set[Stage]:
+    """Stages that may be stored: those that read something large, and reductions. Small
+    maps of these are computed again where they are needed.
+    """
+    return {
+        s
+        for s in loop.places
+        if s not in loop.large
+        and (s.kind == "reduce" or any(n.data in loop.large for n in s.loads))
+    }
+
+
+class Body:
+    """Stages for a block of so many rows.
+
+    Args:
+        loop: what is inside.
+        rows: of the block.
+
+    Attributes:
+        outs: what the loop's results become, ``stages[s]`` for result s; of a sum over
+            rows the sum so far with this block's share.
+        inputs: what stands for arrays outside: ``(outside, whether a part of it)``.
+        sums: a result that is a sum over rows → the input that holds the sum so far.
+        externals: the arrays outside, in order.
+        products: products outside that have the same rows.
+        edges: rows after which a higher digit of some stage changes.
+        row_bytes: bytes of a row of each array that is bound in parts.
+    """
+
+    def __init__(self, loop: Loop, rows: int):
+        self.loop, self.rows = loop, rows
+        self.inputs: dict[Stage, tuple[Stage, bool]] = {}
+        self.sums: dict[Stage, Stage] = {}
+        self.externals: dict[Stage, None] = {}
+        self.products: dict[Stage, Axes] = {}
+        self.edges: set[int] = set()
+        self.row_bytes: dict[Stage, int] = {}
+        self._made: dict[tuple[Stage, Axes], Stage] = {}
+        self._inputs: dict[tuple[Stage, int], Stage] = {}
+        self._least = min(s.size for s in loop.large)
+        self.stages = {s: self._inside(s) for s in results(loop)}
+
+    # -------------------------------------------------------------- stages
+
+    def _inside(self, s: Stage) -> Stage:
+        place = self.loop.places[s]
+        if not place.summed and s in results(self.loop):
+            self._whole_rows(s, place.axes)
+        return self._stage(s, place)
+
+    def _whole_rows(self, s: Stage, axes: Axes) -> None:
+        """A result is stored in parts of the whole array, so rows must come first."""
+        before = [a for a in range(max(axes)) if a not in axes and s.ext[a] != 1]
+        if before or list(axes) != sorted(axes):
+            raise Refused(f"the rows of {s.name} do not lie one after another")
+        self.row_bytes[s] = s.nbytes // self.loop.count
+
+    def _stage(self, s: Stage, place: Place) -> Stage:
+        key = (s, place.axes)
+        if key not in self._made:
+            self._made[key] = self._build(s, place)
+        return self._made[key]
+
+    def _build(self, s: Stage, place: Place) -> Stage:
+        assert s.body is not None
+        extents = [s.space[a] for a in place.axes]
+        self.edges |= set(borders(extents))
+        space = list(s.space)
+        for a, n in zip(place.axes, block_extents(extents, self.rows), strict=True):
+            space[a] = n
+        body = self._rewrite(s, place.axes)
+        no = len(s.ext)
+        if s.kind == "map":
+            return map_stage(
+                space[:no], body, s.name, groups=s.groups, dtype=s.dtype, loc=s.loc
+            )
+        assert s.monoid is not None
+        if not place.summed:
+            ones = {a: E.const(0) for a in E.bits(body.free) if space[a] == 1}
+            body = E.substitute(body, ones) if ones else body
+            return reduce_stage(space[:no], space[no:], s.monoid, body, s.name, s.loc)
+        share = make_reduce(
+            s.monoid, body, range(no), range(no, len(space)), space, s.name, loc=s.loc
+        )
+        before = input_stage(s.shape, s.dtype, s.name)
+        self.sums[s] = before
+        own = E.load(before, [E.index(a) for a in range(no)])
+        total = E.apply(MONOIDS[s.monoid].primitive, own, share)
+        return map_stage(s.ext, total, s.name, dtype=s.dtype, loc=s.loc)
+
+    # -------------------------------------------------------------- bodies
+
+    def _rewrite(self, s: Stage, axes: Axes) -> Expr:
+        """The body on what there is within a block. A row's number as a value is read
+        from an array; as an index it stays.
+        """
+        assert s.body is not None
+        value: dict[Expr, Expr] = {}
+        after = len(s.space)  # stands for a row's digit as a value
+        for n in E.topo(s.body):
+            if n.kind == "index" and n.data in axes:
+                value[n] = E.index(after + n.data)
+            elif n.kind == "load":
+                value[n] = self._load(n, s, axes, value)
+            elif n.args:
+                value[n] = E.rebuild(n, tuple(value[x] for x in n.args))
+            else:
+                value[n] = n
+        body = value[s.body]
+        return E.substitute(
+            body,
+            {
+                after + a: self._position(s, axes, a)
+                for a in axes
+                if body.free >> (after + a) & 1
+            },
+        )
+
+    def _position(self, s: Stage, axes: Axes, axis: int) -> Expr:
+        """The row's digit along one axis, from an array of them."""
+        extents = [s.space[a] for a in axes]
+        numbers = map_stage(extents, E.index(axes.index(axis)), "position")
+        n = E.load(numbers, [E.index(a) for a in axes])
+        return E.load(self._input(numbers, len(extents)), n.args)
+
+    def _load(self, n: Expr, s: Stage, axes: Axes, value: dict[Expr, Expr]) -> Expr:
+        y: Stage = n.data
+        count = self.loop.count
+        place = self.loop.places.get(y)
+        if place is None or place.summed:
+            own = loaded_rows(n, axes, s.space, count) if axes else ()
+            if y.kind == "map" and self._pulled(y, own):
+                place = Place(own or ())
+            elif own and _is_product(y):
+                self.products[y] = own
+        if place is None or place.summed:
+            rows = leading(n, axes, s.space, count) if axes else 0
+            args = [i if p < rows else value[i] for p, i in enumerate(n.args)]
+            new = E.load(self._input(y, rows), args)
+        else:
+            stage = self._stage(y, place)
+            args = []
+            for i, group in zip(n.args, y.groups, strict=True):
+                counts = [a for a in group if a in place.axes]
+                if counts and E.loads(i):
+                    raise Refused(f"{y.name} is read across rows")
+                args.append(i if counts else value[i])
+            new = E.load(stage, args)
+        new.loc, new.label = new.loc or n.loc, new.label or n.label
+        return new
+
+    def _pulled(self, y: Stage, own: Axes | None) -> bool:
+        """Whether a map outside is computed in here: views, what is large, and what is
+        small enough to be computed again anywhere.
+        """
+        if own is None:
+            return False
+        view = y.body is not None and y.body.kind == "load"
+        return (
+            view
+            or y.size <= self.loop.count
+            or (bool(own) and 8 * y.size >= self._least)
+        )
+
+    def _input(self, outside: Stage, rows: int) -> Stage:
+        """What stands for an array outside, or for a block's part of it."""
+        key = (outside, rows)
+        if key not in self._inputs:
+            shape = list(outside.shape)
+            shape[:rows] = block_extents(shape[:rows], self.rows)
+            new = input_stage(shape, outside.dtype, outside.name)
+            self._inputs[key] = new
+            self.inputs[new] = (outside, rows > 0)
+            self.externals[outside] = None
+            if rows:
+                self.row_bytes[outside] = outside.nbytes // self.loop.count
+                self.edges |= set(borders(outside.shape[:rows]))
+        return self._inputs[key]
+
+
+def _is_product(s: Stage) -> bool:
+    return s.body is not None and contract_parts(s, s.body) is not None
