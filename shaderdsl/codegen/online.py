@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from .online_plan import analyse
 from .online_registers import choose_rows, registers
-from .online_shape import choose_tiles
+from .online_shape import choose_stream, choose_tiles
+from .online_stream import streamed
+from .online_stream_parts import scores_agree
 from .online_tiled import tiled
 from .partition import Group
 from .program import Kernel
@@ -19,7 +21,8 @@ def online_kernels(group: Group, target: Target) -> list[Kernel]:
     if target.family == "software":
         kernel = registers(o, choose_rows(o))
     else:
-        kernel = tiled(o, choose_tiles(o))
+        shape = choose_stream(o) if scores_agree(o) else None
+        kernel = tiled(o, choose_tiles(o)) if shape is None else streamed(o, shape)
     flops = 2 * o.batches * o.extent(o.row, o.line, *o.outer)
     inner = sum(o.extent(p.inner) for p in o.products)
     columns = sum(1 if s.column is None else o.extent(s.column) for s in o.sums)

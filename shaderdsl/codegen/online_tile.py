@@ -50,10 +50,18 @@ class Tile:
         if any(sign > 0 for _, sign in self.ends):
             at = f"{tiles} - 1u - {at}"
         w.line(f"let top = ({at}) * {t.rows}u;")
-        w.line(f"let tx = lane % {t.tx}u;")
-        w.line(f"let ty = lane / {t.tx}u;")
+        self.lanes()
         self.rows = [w.let(self.row_at(i), 0, "r") for i in range(t.tm)]
         self.own = [self.clamped_row(r, 0) for r in self.rows]
+
+    def lanes(self) -> None:
+        """Which rows and columns of a tile a thread has."""
+        self.w.line(f"let tx = lane % {self.t.tx}u;")
+        self.w.line(f"let ty = lane / {self.t.tx}u;")
+
+    def steps(self) -> list[int]:
+        """Distances of lanes by which values of one row come together."""
+        return [1 << i for i in range(self.t.tx.bit_length() - 1)]
 
     def row_at(self, i: int) -> str:
         """A thread's row."""
@@ -100,11 +108,9 @@ class Tile:
         if shuffles(self.o.target, t.tx):
             out = []
             for v in values:
-                step = 1
-                while step < t.tx:
+                for step in self.steps():
                     other = f"subgroupShuffleXor({v}, {step}u)"
                     v = w.let(how.format(v, other), depth, "v")
-                    step *= 2
                 out.append(v)
             w.uses_subgroups = True
             return out

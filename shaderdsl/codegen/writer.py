@@ -92,6 +92,8 @@ class Writer:
         self.uses_subgroups = False
         # Stages that are computed where they are read: what writes such a read.
         self.virtual: dict[Stage, Callable[[Expr, int], str]] = {}
+        # Primitives that a schedule spells otherwise than the table does.
+        self.spellings: dict[str, str] = {}
         self._counter = 0
 
     # -------------------------------------------------------------- blocks
@@ -441,7 +443,7 @@ class Writer:
                 self.let(a, level, "c") if re.match(r"[\d(tf]", a) else a for a in args
             ]
         return self.let(
-            spell(n.data, args, n.args[0].dtype, vector),
+            spell(n.data, args, n.args[0].dtype, vector, self.spellings.get(n.data)),
             level,
             "b" if n.dtype == "bool" else "t",
         )
@@ -619,9 +621,18 @@ def _own_helpers(code: str) -> list[str]:
     return out
 
 
-def spell(name: str, args: Sequence[str], dtype: str, vector: bool) -> str:
-    """A primitive in WGSL: names of its operands, dtype of the first."""
-    text = PRIMITIVES[name].wgsl
+def spell(
+    name: str,
+    args: Sequence[str],
+    dtype: str,
+    vector: bool,
+    text: str | None = None,
+) -> str:
+    """A primitive in WGSL: names of its operands, dtype of the first.
+
+    ``text`` takes the place of the table's own spelling.
+    """
+    text = PRIMITIVES[name].wgsl if text is None else text
     own = wgsl_type(dtype, vector)
     tokens = {
         "{F}": wgsl_type("f32", vector),

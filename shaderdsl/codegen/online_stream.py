@@ -1,0 +1,515 @@
+"""A chain for GPUs with large tiles: one stream of chunks through workgroup memory.
+
+Every chunk of every phase (a factor of a product, the weights of a sum) takes the same
+way: its words are fetched into registers while the chunk before it is multiplied, kept
+in workgroup memory between two barriers, multiplied. The stream does not stop between
+phases or tiles: the last chunk of a tile fetches the first one of the next.
+
+What masks prove to be seen whole is computed without asking them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..ir import expr as E
+from ..ir.expr import Expr
+from .contract_tile import XYZW, plus
+from .online_plan import Online, Sum, is_one, plain_tensors, steps_of
+from .online_shape import Stream
+from .online_stream_parts import (
+    LOG2E,
+    Factor,
+    Guards,
+    Weights,
+    gentle,
+    loads_of,
+    sum_value,
+    take_out,
+    without,
+)
+from .online_tile import BARRIER, Tile
+from .program import Kernel
+from .schedule import finish, fold, kernel_name
+from .writer import WIDTH, Writer, indent
+
+
+def streamed(o: Online, shape: Stream) -> Kernel:
+    """Print the kernel."""
+    o = gentle(o)
+    w = Writer(o.group.space, o.target)
+    plain_tensors(o, w)
+    # The exact exponential is a dozen instructions; this one is off by |x| · 2^-24.
+    w.spellings["exp"] = f"exp2({{0}} * {{F}}({LOG2E}))"
+    lines = _Stream(o, w, shape).lines()
+    count = steps_of(o.extent(o.row), shape.rows) * o.batches
+    grid = fold(count, o.target)
+    name = kernel_name(o.group)
+    return finish(o.group, w, o.layout, lines, name, "online", shape.size, grid)
+
+
+class _Stream(Tile):
+    t: Stream
+
+    def __init__(self, o: Online, w: Writer, shape: Stream):
+        super().__init__(o, w, shape)
+        self.t = shape
+        # Divisors that a factor's elements share are taken once for a whole result.
+        self.factors: list[tuple[Expr, Expr]] = []
+        self.shared: list[list[Expr]] = []
+        for p in o.products:
+            near, far = take_out(p.near, p.inner), take_out(p.far, p.inner)
+            self.factors.append((near[0], far[0]))
+            self.shared.append([*near[1], *far[1]])
+        self.weights: list[Expr] = []
+        self.extra: list[list[Expr]] = []
+        for s in self.matrices:
+            assert s.column is not None
+            core, shared = take_out(s.weight, s.column)
+            self.weights.append(core)
+            self.extra.append(shared)
+        self.order = self.phases()
+
+    def phases(self) -> list[tuple[str, int]]:
+        """Products and sums, each sum as soon as its products are there."""
+        out: list[tuple[str, int]] = []
+        done: set[int] = set()
+
+        def need(e: Sequence[Expr]) -> list[int]:
+            found = set(E.loads(*e))
+            return [i for i, p in enumerate(self.o.products) if found & set(p.results)]
+
+        if self.o.score is not None:
+            done = set(range(len(self.o.products)))
+            out += [("product", i) for i in sorted(done)]
+        scalars = {i for s in self.scalars for i in need([s.value])}
+        sums = sorted(
+            range(len(self.matrices)), key=lambda i: len(need([self.matrices[i].value]))
+        )
+        for i in sums:
+            wanted = set(need([self.matrices[i].value]))
+            if i == sums[-1]:
+                wanted |= scalars
+            out += [("product", p) for p in sorted(wanted - done)]
+            done |= wanted
+            out.append(("sum", i))
+        return out
+
+    # -------------------------------------------------------------- the frame
+
+    def lanes(self) -> None:
+        """32 lanes in a zigzag: their reads of workgroup memory meet few banks twice."""
+        w, t = self.w, self.t
+        if t.tx == 8:
+            w.line("let tx = (lane & 1u) | ((lane >> 1u) & 6u);")
+            w.line(
+                "let ty = ((lane >> 1u) & 1u) | ((lane >> 3u) & 2u) | "
+                "((lane >> 5u) << 2u);"
+            )
+        else:
+            assert t.tx == 16
+            w.line("let tx = (lane & 1u) | ((lane >> 1u) & 14u);")
+            w.line("let ty = ((lane >> 1u) & 1u) | ((lane >> 5u) << 1u);")
+
+    def steps(self) -> list[int]:
+        """Distances of lanes by which values of one row come together."""
+        return [1, 4, 8] if self.t.tx == 8 else [1, 4, 8, 16]
+
+    def lines(self) -> list[str]:
+        """The kernel's text."""
+        o, w, t = self.o, self.w, self.t
+        widest = max(o.extent(s.column) for s in self.matrices if s.column is not None)
+        w.shared.append(f"var<workgroup> sm: array<vec4<f32>, {t.memory(widest)}>;")
+        self.begin()
+        self.declare()
+        self.streams: dict[tuple[str, int], tuple[Factor, Factor] | Weights] = {}
+        for kind, i in self.order:
+            if kind == "product":
+                near, far = self.factors[i]
+                inner = o.products[i].inner
+                self.streams[kind, i] = (
+                    Factor(self, near, inner, True, f"n{i}_", 0),
+                    Factor(self, far, inner, False, f"f{i}_", t.dc * t.near_row),
+                )
+            else:
+                self.streams[kind, i] = Weights(self, i, t.lc * t.value_row)
+        w.open()
+        if o.outer:
+            copies = {a: a for a in o.outer}
+            self.axes.place(copies, [[a] for a in o.outer], "turn", 1)
+        first, stop = self.bounds()
+        self.guards = Guards(self)
+        start = f"{first} / {t.lines}u * {t.lines}u" if first != "0u" else first
+        start = w.let(start, 1, "l")
+        self.warm_rows()
+        self.first_fetch(start, 1)
+        w.open()
+        self.tile()
+        body = w.close()
+        w.line(f"for (var l = {start}; l < {stop}; l = l + {t.lines}u) {{")
+        w.blocks[-1] += [*indent(body), "}"]
+        turn = w.close()
+        if o.outer:
+            count = w.extent(o.outer)
+            w.line(f"for (var turn = 0u; turn < {count}; turn = turn + 1u) {{")
+            w.blocks[-1] += [*indent(turn), "}"]
+        else:
+            w.blocks[-1] += turn
+        self.epilogue()
+        return w.blocks[0]
+
+    def roots(self) -> list[Expr]:
+        """What is computed of single scores."""
+        o = self.o
+        out = [s.value for s in o.sums] + [e for x in self.extra for e in x]
+        out += [e for x in self.shared for e in x]
+        return out + ([o.score] if o.score is not None else [])
+
+    def warm_rows(self) -> None:
+        """Fetch what depends on rows alone before the loop."""
+        mask = 1 << self.o.line
+        for n in loads_of(self.o, self.roots()):
+            if not n.free & mask:
+                for own in self.own:
+                    self.axes.value(n, own)
+
+    def warm_lines(self) -> None:
+        """Fetch what depends on lines alone before the products are computed."""
+        mask = 1 << self.o.row
+        for n in loads_of(self.o, self.roots()):
+            if not n.free & mask and n.free >> self.o.line & 1:
+                for line in self.places:
+                    self.axes.value(n, line)
+
+    def first_fetch(self, at: str, depth: int) -> None:
+        """The first chunk of a tile that begins at a line."""
+        streams = self.streams[self.order[0]]
+        assert isinstance(streams, tuple)
+        for s in streams:
+            s.fetch(s.places(at, depth), "0u", depth)
+
+    # -------------------------------------------------------------- a tile
+
+    def tile(self) -> None:
+        """All phases of a tile, one after another."""
+        w, t = self.w, self.t
+        columns = []
+        for j in range(t.tl):
+            at = f"l + (tx + {j // WIDTH * t.tx}u) * {WIDTH}u + {j % WIDTH}u"
+            columns.append(w.let(at, 2, "n"))
+        self.inside = [
+            None if self.exact else w.let(f"{n} < {self.line_end}", 2, "b")
+            for n in columns
+        ]
+        self.places = [
+            self.axes.at(
+                self.o.line,
+                n if self.exact else w.let(f"min({n}, {self.line_end} - 1u)", 2, "n"),
+                2,
+            )
+            for n in columns
+        ]
+        self.whole = self.guards.whole()
+        self.warm_lines()
+        for k, (kind, i) in enumerate(self.order):
+            if k + 1 < len(self.order):
+                ahead = self.ahead(self.order[k + 1])
+            else:
+                ahead = self.ahead(None)
+            if kind == "product":
+                self.product(i, ahead)
+                if self.o.score is not None and k + 1 == len(self.o.products):
+                    self.grow()
+            else:
+                self.accumulate(i, ahead)
+
+    def ahead(self, phase: tuple[str, int] | None) -> Callable[[], None]:
+        """What fetches the first chunk of a phase, or of the next tile."""
+
+        def fetch() -> None:
+            if phase is None:
+                at = self.w.let(f"l + {self.t.lines}u", 2, "l")
+                self.first_fetch(at, 2)
+                return
+            streams = self.streams[phase]
+            if isinstance(streams, Weights):
+                streams.fetch(0)
+            else:
+                for s in streams:
+                    s.fetch(s.places("l", 2), "0u", 2)
+
+        return fetch
+
+    def names(self, i: int) -> list[list[str]]:
+        """Registers of a product."""
+        return [[f"x{i}g{g}j{j}" for j in range(self.t.tl)] for g in range(self.groups)]
+
+    def product(self, i: int, ahead: Callable[[], None]) -> None:
+        """One product of the tile: both factors a chunk at a time."""
+        o, w, t = self.o, self.w, self.t
+        p, streams = o.products[i], self.streams["product", i]
+        assert isinstance(streams, tuple)
+        near, far = streams
+        # Said aloud: front ends clear a variable of a loop only where it is first met.
+        zero = "vec4<f32>(0.0)"
+        names = self.names(i)
+        w.blocks[-1] += [f"var {n} = {zero};" for line in names for n in line]
+        chunks = o.extent(p.inner) // t.dc
+        if chunks > 1:
+            places = [s.places("l", 2) for s in streams]
+            w.open()
+            w.line(BARRIER)
+            w.blocks[-1] += [*near.keep(), *far.keep()]
+            w.line(BARRIER)
+            for s, own in zip(streams, places):
+                s.fetch(own, "(d + 1u)", 3)
+            w.blocks[-1] += self.multiply(i)
+            body = w.close()
+            w.line(f"for (var d = 0u; d < {chunks - 1}u; d = d + 1u) {{")
+            w.blocks[-1] += [*indent(body), "}"]
+        w.line(BARRIER)
+        w.blocks[-1] += [*near.keep(), *far.keep()]
+        w.line(BARRIER)
+        ahead()
+        w.blocks[-1] += self.multiply(i)
+        number = None if p.number == 1.0 else w.param(("number", i), p.number, "f32")
+        for j, line in enumerate(self.places):
+            per_row: dict[int, list[str]] = {}
+            for e in self.shared[i]:
+                one = E.apply("div", E.const(1.0), e)
+                if e.free >> o.row & 1:
+                    for g in range(self.groups):
+                        rows = self.own[g * WIDTH : g * WIDTH + WIDTH]
+                        lanes = [self.axes.value(one, r) for r in rows]
+                        per_row.setdefault(g, []).append(
+                            f"vec4<f32>({', '.join(lanes)})"
+                        )
+                else:
+                    text = self.axes.value(one, line)
+                    for g in range(self.groups):
+                        per_row.setdefault(g, []).append(text)
+            for g in range(self.groups):
+                x = names[g][j]
+                terms = [*per_row.get(g, []), *([number] if number else [])]
+                if terms:
+                    w.line(f"{x} = {' * '.join([x, *terms])};")
+                for e in range(WIDTH):
+                    copies = {**self.own[g * WIDTH + e], **line}
+                    self.axes.known(p.results, copies, f"{x}.{XYZW[e]}")
+
+    def multiply(self, i: int) -> list[str]:
+        """Multiply the chunk that lies in workgroup memory."""
+        t, names = self.t, self.names(i)
+        right = t.dc * t.near_row
+        out = ["{"]
+        for k in range(t.dc):
+            for g in range(self.groups):
+                at = plus("ty", k * t.near_row + g * t.ty)
+                out.append(f"  let a{k}g{g} = sm[{at}];")
+            for j in range(t.tl // WIDTH):
+                at = plus("tx", right + k * t.far_row + j * t.tx)
+                out.append(f"  let b{k}j{j} = sm[{at}];")
+            for g in range(self.groups):
+                for j in range(t.tl):
+                    b = f"vec4<f32>(b{k}j{j // WIDTH}.{XYZW[j % WIDTH]})"
+                    x = names[g][j]
+                    out.append(f"  {x} = fma(a{k}g{g}, {b}, {x});")
+        return [*out, "}"]
+
+    # -------------------------------------------------------------- single scores
+
+    def branch(self, print_: Callable[[bool], None]) -> None:
+        """Write what asks the masks, and beside it what need not."""
+        w = self.w
+        if self.whole is None:
+            print_(False)
+            return
+        sides = []
+        for whole in (True, False):
+            w.open()
+            w.base = 3
+            print_(whole)
+            w.base = 0
+            sides.append(w.close())
+        w.line(f"if ({self.whole}) {{")
+        w.blocks[-1] += [*indent(sides[0]), "} else {", *indent(sides[1]), "}"]
+
+    def grow(self) -> None:
+        """The rows' running maxima, all sums on the new scale, and exp(y - m)."""
+        o, w, t = self.o, self.w, self.t
+        assert o.score is not None
+        # Scores take the place of the last product.
+        names = self.names(len(o.products) - 1)
+        low = f"vec4<f32>({w.let('bitcast<f32>(sd_bits(0xff800000u))', 0, 'inf')})"
+
+        def scores(whole: bool) -> None:
+            body = o.score
+            assert body is not None
+            if whole:
+                body = without(body, self.guards.sure)
+            for g in range(self.groups):
+                for j, line in enumerate(self.places):
+                    lanes = [
+                        self.axes.value(body, {**self.own[g * WIDTH + e], **line})
+                        for e in range(WIDTH)
+                    ]
+                    v = f"vec4<f32>({', '.join(lanes)})"
+                    if not whole and self.inside[j] is not None:
+                        v = f"select({low}, {v}, {self.inside[j]})"
+                    w.line(f"{names[g][j]} = {v};")
+
+        self.branch(scores)
+        best = []
+        for g in range(self.groups):
+            m = names[g][0]
+            for x in names[g][1:]:
+                m = w.let(f"max({m}, {x})", 2, "m")
+            best.append(m)
+        found = self.across(best, "max({0}, {1})", 2)
+        for g, x in enumerate(found):
+            w.line(f"let new{g} = max(most{g}, {x});")
+            w.line(f"let shrink{g} = exp2((most{g} - new{g}) * {LOG2E});")
+            w.line(f"most{g} = new{g};")
+            # A row without a key keeps the lowest number, which times log2(e) is none.
+            w.line(f"let below{g} = max(new{g}, vec4<f32>(-2e38)) * -{LOG2E};")
+            for n in names[g]:
+                w.line(f"{n} = exp2(fma({n}, vec4<f32>({LOG2E}), below{g}));")
+        for i in range(len(self.scalars)):
+            for g in range(self.groups):
+                w.line(f"s{i}g{g} = s{i}g{g} * shrink{g};")
+        for i, s in enumerate(self.matrices):
+            assert s.column is not None
+            for r in range(t.tm):
+                shrink = f"shrink{r // WIDTH}.{XYZW[r % WIDTH]}"
+                for c in range(t.columns(o.extent(s.column))):
+                    w.line(f"a{i}r{r}c{c} = a{i}r{r}c{c} * {shrink};")
+        for s in o.sums:
+            assert s.power is not None
+            for g in range(self.groups):
+                for j, line in enumerate(self.places):
+                    for e in range(WIDTH):
+                        copies = {**self.own[g * WIDTH + e], **line}
+                        power = self.axes.bring(s.power, copies)
+                        w.memo[2][power] = f"{names[g][j]}.{XYZW[e]}"
+        for i, s in enumerate(self.scalars):
+            for g in range(self.groups):
+                for j, line in enumerate(self.places):
+                    v = self.grown(s, g, j)
+                    if not is_one(s.weight):
+                        v = f"{v} * {self.axes.value(s.weight, line)}"
+                    w.line(f"s{i}g{g} = s{i}g{g} + {v};")
+
+    def grown(self, s: Sum, g: int, j: int) -> str:
+        """What four rows add to a sum of exp(y - m) at a line, its weight apart."""
+        assert self.o.score is not None and s.power is not None
+        rest = sum_value(s, self.o.score)
+        if rest is s.power:
+            return self.names(len(self.o.products) - 1)[g][j]
+        lanes = [
+            self.axes.value(rest, {**self.own[g * WIDTH + e], **self.places[j]})
+            for e in range(WIDTH)
+        ]
+        return self.w.let(f"vec4<f32>({', '.join(lanes)})", 2, "p")
+
+    def values(self, i: int) -> list[list[str]]:
+        """What every four rows add to a sum at each line, its weight apart."""
+        w, s = self.w, self.matrices[i]
+        if self.o.maximum is not None:
+            out = [
+                [self.grown(s, g, j) for j in range(self.t.tl)]
+                for g in range(self.groups)
+            ]
+        else:
+            out = [
+                [f"v{i}g{g}j{j}" for j in range(self.t.tl)] for g in range(self.groups)
+            ]
+            w.blocks[-1] += [f"var {n}: vec4<f32>;" for line in out for n in line]
+            scalars = self.scalars if i == self.order[-1][1] else []
+
+            def each(whole: bool) -> None:
+                self.single(s, out, whole)
+                for k, x in enumerate(scalars):
+                    names = [
+                        [f"u{k}g{g}j{j}" for j in range(self.t.tl)]
+                        for g in range(self.groups)
+                    ]
+                    w.blocks[-1] += [f"var {n}: vec4<f32>;" for y in names for n in y]
+                    self.single(x, names, whole)
+                    for g, line in enumerate(names):
+                        for j, n in enumerate(line):
+                            v = n
+                            if not is_one(x.weight):
+                                weight = self.axes.value(x.weight, self.places[j])
+                                v = f"{n} * {weight}"
+                            w.line(f"s{k}g{g} = s{k}g{g} + {v};")
+
+            self.branch(each)
+        for e in self.extra[i]:
+            one = E.apply("div", E.const(1.0), e)
+            for j, line in enumerate(self.places):
+                r = self.axes.value(one, line)
+                for row in out:
+                    row[j] = w.let(f"{row[j]} * {r}", 2, "p")
+        return out
+
+    def single(self, s: Sum, names: list[list[str]], whole: bool) -> None:
+        """Values of a sum without a maximum, into registers."""
+        value = without(s.value, self.guards.sure) if whole else s.value
+        for g in range(self.groups):
+            for j, line in enumerate(self.places):
+                lanes = [
+                    self.axes.value(value, {**self.own[g * WIDTH + e], **line})
+                    for e in range(WIDTH)
+                ]
+                v = f"vec4<f32>({', '.join(lanes)})"
+                if not whole and self.inside[j] is not None:
+                    v = f"select(vec4<f32>(0.0), {v}, {self.inside[j]})"
+                self.w.line(f"{names[g][j]} = {v};")
+
+    # -------------------------------------------------------------- weighted sums
+
+    def accumulate(self, i: int, ahead: Callable[[], None]) -> None:
+        """Values of the tile times their weights, some lines at a time."""
+        w, t = self.w, self.t
+        stream = self.streams["sum", i]
+        assert isinstance(stream, Weights)
+        values = self.values(i)
+        chunks = t.lines // t.lc
+        held = t.lc // t.tx  # lines of a thread in a chunk
+        for chunk in range(chunks):
+            w.line(BARRIER)
+            w.blocks[-1] += stream.keep()
+            for h in range(held):
+                for g in range(self.groups):
+                    slot = f"({h * t.tx}u + tx) * {t.value_row}u"
+                    value = values[g][chunk * held + h]
+                    w.line(f"sm[{slot} + ty + {g * t.ty}u] = {value};")
+            w.line(BARRIER)
+            if chunk + 1 < chunks:
+                stream.fetch(chunk + 1)
+            else:
+                ahead()
+            w.blocks[-1] += self.add(i, stream)
+
+    def add(self, i: int, stream: Weights) -> list[str]:
+        """Multiply the values and weights that lie in workgroup memory."""
+        t, cw = self.t, stream.columns
+        out = []
+        for u in range(t.ku):
+            row = plus("p", u * t.value_row)
+            for g in range(self.groups):
+                out.append(f"let p{u}g{g} = sm[{plus(row, g * t.ty)}];")
+            for c in range(cw):
+                out.append(f"let v{u}c{c} = sm[q + {u * stream.width + c * t.tx}u];")
+            for r in range(t.tm):
+                x = f"vec4<f32>(p{u}g{r // WIDTH}.{XYZW[r % WIDTH]})"
+                for c in range(cw):
+                    a = f"a{i}r{r}c{c}"
+                    out.append(f"{a} = fma({x}, v{u}c{c}, {a});")
+        base = f"{stream.base}u + tx"
+        if t.ku == t.lc:
+            return ["{", "  let p = ty;", f"  let q = {base};", *indent(out), "}"]
+        head = [f"let p = k * {t.value_row}u + ty;"]
+        head.append(f"let q = k * {stream.width}u + {base};")
+        loop = f"for (var k = 0u; k < {t.lc}u; k = k + {t.ku}u) {{"
+        return [loop, *indent([*head, *out]), "}"]

@@ -1,0 +1,292 @@
+"""Parts of a streamed chain: factors, weights, masks, and what single scores need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..ir import expr as E
+from ..ir.expr import Expr
+from .contract_tile import XYZW
+from .online_plan import Online, Sum, line_bounds
+from .writer import WIDTH
+
+if TYPE_CHECKING:
+    from .online_tile import Tile
+
+LOG2E = 1.4426950408889634
+
+
+# ------------------------------------------------------------------ streams
+
+
+class Factor:
+    """A thread's share of one factor of a product: vec4s along the inner axis.
+
+    They are kept turned, so that a thread finds four neighbouring rows (lines) at one
+    position of the inner axis in one word.
+    """
+
+    def __init__(
+        self, owner: Tile, factor: Expr, inner: int, near: bool, stem: str, base: int
+    ):
+        t, w, o = owner.t, owner.w, owner.o
+        self.owner, self.factor, self.inner, self.near = owner, factor, inner, near
+        self.stride = (t.rows if near else t.lines) // WIDTH + 1
+        deep = t.dc // WIDTH
+        count = (t.rows if near else t.lines) * deep // t.size
+        self.names = [f"{stem}{q}" for q in range(count)]
+        w.blocks[0] += [f"var {n}: vec4<f32>;" for n in self.names]
+        self.slots: list[str] = []
+        self.at: list[tuple[str, str]] = []
+        step = t.size // deep
+        self.deep = deep
+        self.inside = w.let(f"lane % {deep}u", 0, "e")
+        first = w.let(f"lane / {deep}u", 0, "e")
+        for q in range(count):
+            slot = first if q == 0 else w.let(f"{first} + {q * step}u", 0, "e")
+            self.slots.append(slot)
+            start = f"{base}u + {self.inside} * {WIDTH * self.stride}u"
+            place = w.let(f"{start} + {slot} / {WIDTH}u", 0, "e")
+            self.at.append((place, w.let(f"{slot} % {WIDTH}u", 0, "e")))
+        self.rows = []
+        if near:
+            for slot in self.slots:
+                name = w.let(f"min(top + {slot}, {owner.row_end} - 1u)", 0, "r")
+                self.rows.append(owner.axes.at(o.row, name, 0))
+
+    def places(self, at: str, depth: int) -> list[dict[int, int]]:
+        """Copies of the rows, or of the lines of a tile that begins at a line."""
+        if self.near:
+            return self.rows
+        owner = self.owner
+        out = []
+        for slot in self.slots:
+            text = f"min({at} + {slot}, {owner.line_end} - 1u)"
+            name = owner.w.let(text, depth, "n")
+            out.append(owner.axes.at(owner.o.line, name, depth))
+        return out
+
+    def fetch(self, places: Sequence[dict[int, int]], chunk: str, depth: int) -> None:
+        """Bring the share of a chunk into registers."""
+        owner, w = self.owner, self.owner.w
+        at = self.inside
+        if chunk != "0u":
+            at = w.let(f"{chunk} * {self.deep}u + {self.inside}", depth, "d")
+        inner = owner.axes.at(self.inner, at, depth, True)
+        for name, own in zip(self.names, places, strict=True):
+            v = owner.axes.value(self.factor, {**own, **inner}, self.inner)
+            w.line(f"{name} = {v};", depth)
+
+    def keep(self) -> list[str]:
+        """Lines that store the share to workgroup memory, turned."""
+        out = []
+        for name, (place, lane) in zip(self.names, self.at, strict=True):
+            for k in range(WIDTH):
+                at = place if k == 0 else f"{place} + {k * self.stride}u"
+                out.append(f"sm[{at}][{lane}] = {name}.{XYZW[k]};")
+        return out
+
+
+class Weights:
+    """A thread's share of the weights of some lines, as they lie in memory.
+
+    Slot h · tx + x of a chunk holds the thread x's line of that number.
+    """
+
+    def __init__(self, owner: Tile, number: int, base: int):
+        t, w, o = owner.t, owner.w, owner.o
+        self.owner, self.base = owner, base
+        self.factor = owner.weights[number]
+        column = owner.matrices[number].column
+        assert column is not None
+        self.column = column
+        self.columns = t.columns(o.extent(column))
+        self.width = self.columns * t.tx
+        count = t.lc * self.width // t.size
+        self.names = [f"w{number}_{q}" for q in range(count)]
+        w.blocks[0] += [f"var {n}: vec4<f32>;" for n in self.names]
+        last = o.extent(column) // WIDTH - 1
+        self.lines: list[str] = []
+        self.along: list[dict[int, int]] = []
+        known: dict[str, dict[int, int]] = {}
+        for q in range(count):
+            e = w.let(f"lane + {q * t.size}u", 0, "e")
+            same = t.size % self.width == 0  # one column for all of a thread's words
+            at = f"{'lane' if same else e} % {self.width}u"
+            if last < self.width - 1:
+                at = f"min({at}, {last}u)"
+            if at not in known:
+                known[at] = owner.axes.at(column, w.let(at, 0, "e"), 0, True)
+            self.along.append(known[at])
+            slot = w.let(f"{e} / {self.width}u", 0, "e")
+            line = f"{slot} % {t.tx}u * {WIDTH}u + {slot} / {t.tx}u"
+            self.lines.append(w.let(line, 0, "e"))
+
+    def fetch(self, chunk: int) -> None:
+        """Bring the share of a chunk of the tile into registers."""
+        owner, w, t = self.owner, self.owner.w, self.owner.t
+        number = chunk * (t.lc // t.tx)
+        first = number // WIDTH * t.tx * WIDTH + number % WIDTH
+        for name, line, along in zip(self.names, self.lines, self.along, strict=True):
+            at = f"l + {line} + {first}u"
+            if not owner.exact:
+                at = f"min({at}, {owner.line_end} - 1u)"
+            copies = owner.axes.at(owner.o.line, w.let(at, 2, "n"), 2)
+            v = owner.axes.value(self.factor, {**copies, **along}, self.column)
+            w.line(f"{name} = {v};")
+
+    def keep(self) -> list[str]:
+        """Lines that store the share to workgroup memory."""
+        size = self.owner.t.size
+        return [
+            f"sm[lane + {self.base + q * size}u] = {n};"
+            for q, n in enumerate(self.names)
+        ]
+
+
+# ------------------------------------------------------------------ masks
+
+
+class Guards:
+    """Which conditions hold all over a tile, if bounds of its lines prove it."""
+
+    def __init__(self, owner: Tile):
+        o, w, t = owner.o, owner.w, owner.t
+        self.owner = owner
+        self.sure: set[Expr] = set()
+        self.firsts: list[str] = []
+        self.ends: list[str] = []
+        last = ""
+        for g in o.guards:
+            bounds = line_bounds(replace(o, guards=[g]))
+            if not any(bounds):
+                continue
+            self.sure.add(g)
+            for values, out, end in zip(bounds, (self.firsts, self.ends), (0, 1)):
+                for e, sign in values:
+                    # The row that sees least: the opposite of what bounds a loop.
+                    low = sign >= 0 if end else sign < 0
+                    if not low and not last:
+                        rows = f"min(top + {t.rows}u, {owner.row_end})"
+                        last = w.let(f"{rows} - 1u", 0)
+                    copy = owner.axes.at(o.row, "top" if low else last, 0)
+                    out.append(w.let(owner.axes.value(e, copy), 1))
+
+    def whole(self) -> str | None:
+        """The name of "every position of this tile counts"; None if always so."""
+        owner, t = self.owner, self.owner.t
+        terms = [f"i32(l) >= {x}" for x in self.firsts]
+        terms += [f"i32(l) + {t.lines} <= {x}" for x in self.ends]
+        if not owner.exact:
+            terms.append(f"l + {t.lines}u <= {owner.line_end}")
+        if not terms:
+            return None
+        return owner.w.let(" && ".join(terms), 2, "b")
+
+
+def without(e: Expr, sure: set[Expr]) -> Expr:
+    """A value where some conditions are known to hold."""
+    if not sure:
+        return e
+
+    def leaf(n: Expr, args: tuple[Expr, ...]) -> Expr:
+        if n.kind == "apply" and n.data == "where":
+            left = [c for c in conjuncts(args[0]) if c not in sure]
+            if not left:
+                return args[1]
+            if len(left) < len(conjuncts(args[0])):
+                condition = E.all_of(left)
+                assert condition is not None
+                return E.where(condition, args[1], args[2])
+        return E.rebuild(n, args) if n.args else n
+
+    return E.rewrite(e, leaf)
+
+
+def conjuncts(c: Expr) -> list[Expr]:
+    """Conditions that hold together where one holds."""
+    if c.kind == "apply" and c.data == "and":
+        return [*conjuncts(c.args[0]), *conjuncts(c.args[1])]
+    return [c]
+
+
+def peeled(e: Expr, other: float) -> tuple[Expr, set[Expr]]:
+    """The value inside of ``where(c, value, other)``, and all such conditions."""
+    conditions: set[Expr] = set()
+    while e.kind == "apply" and e.data == "where" and e.args[2].kind == "const":
+        if e.args[2].data != other:
+            break
+        conditions.update(conjuncts(e.args[0]))
+        e = e.args[1]
+    return e, conditions
+
+
+# ------------------------------------------------------------------ single scores
+
+
+def sum_value(s: Sum, score: Expr) -> Expr:
+    """A sum's value, without conditions that already made the score -∞."""
+    inner, conditions = peeled(s.value, 0.0)
+    _, masked = peeled(score, -float("inf"))
+    return inner if inner is s.power and conditions <= masked else s.value
+
+
+def scores_agree(o: Online) -> bool:
+    """Whether every exp(y - m) is of the very score that the maximum is taken of."""
+    if o.score is None:
+        return True
+    y, masked = peeled(o.score, -float("inf"))
+    for s in o.sums:
+        if s.power is None:
+            return False
+        own, conditions = peeled(s.power.args[0].args[0], -float("inf"))
+        if own is not y or not conditions <= masked:
+            return False
+        # Where the score is masked exp(y - m) is taken for 0: its sum must agree.
+        _, asked = peeled(s.value, 0.0)
+        if not masked <= asked | conditions:
+            return False
+    return True
+
+
+def take_out(e: Expr, axis: int) -> tuple[Expr, list[Expr]]:
+    """A factor without divisors that are the same all along an axis, and those."""
+    if e.kind != "apply":
+        return e, []
+    if e.data == "div" and not e.args[1].free >> axis & 1:
+        core, rest = take_out(e.args[0], axis)
+        return core, [*rest, e.args[1]]
+    if e.data == "mul":
+        a, left = take_out(e.args[0], axis)
+        b, right = take_out(e.args[1], axis)
+        if left or right:
+            return a * b, [*left, *right]
+    return e, []
+
+
+def gentle(o: Online) -> Online:
+    """A chain whose divisors of a whole row or line are inverted once for all of it."""
+    results = {n for p in o.products for n in p.results}
+
+    def leaf(n: Expr, args: tuple[Expr, ...]) -> Expr:
+        if n.kind == "apply" and n.data == "div" and n.dtype == "f32":
+            b = args[1]
+            single = not (b.free >> o.row & 1 and b.free >> o.line & 1)
+            if single and not results & set(E.loads(b)):
+                return args[0] * E.apply("div", E.const(1.0), b)
+        return E.rebuild(n, args) if n.args else n
+
+    def soft(e: Expr | None) -> Any:
+        return None if e is None else E.rewrite(e, leaf)
+
+    sums = [replace(s, value=soft(s.value), power=soft(s.power)) for s in o.sums]
+    return replace(o, sums=sums, score=soft(o.score))
+
+
+def loads_of(o: Online, roots: Sequence[Expr]) -> list[Expr]:
+    """Loads from memory in values of single scores."""
+    results = {n for p in o.products for n in p.results}
+    own = {m.stage for m in o.group.members if m.role == "online"}
+    return [n for n in E.loads(*roots) if n not in results and n.data not in own]
