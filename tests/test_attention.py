@@ -13,7 +13,8 @@ import pytest
 
 import shaderdsl as sd
 from shaderdsl import engine, errors, ops
-from shaderdsl.codegen import online_shape
+from shaderdsl.codegen import online, online_shape, online_stream_shape
+from shaderdsl.codegen.online_stream_shape import Stream
 from shaderdsl.codegen.target import Features, Limits
 from shaderdsl.ir import differentiate, interpret
 from shaderdsl.runtime import current
@@ -226,6 +227,30 @@ def test_schedules_of_other_devices(retarget, monkeypatch, kind, t, s, d, option
     check(f, *heads(4, 2, t, s, d))
 
 
+@pytest.mark.parametrize(
+    ("t", "s", "d", "options"),
+    [
+        (32, 64, 8, {"causal": False}),
+        (40, 70, 16, {"window": 20, "softcap": 3.0}),
+        (50, 50, 16, {"return_lse": True}),
+        (33, 40, 24, {"score": lambda x, b, h, i, j: x - 0.1 * sd.cast(i - j, "f32")}),
+        (40, 40, 8, {"mask": lambda b, h, i, j: (i + j) % 3 != 1, "causal": False}),
+    ],
+)
+def test_streams_of_gpus(retarget, monkeypatch, t, s, d, options):
+    """All phases and tiles in one stream; the last row of tiles is cut off."""
+    monkeypatch.setattr(
+        online_stream_shape, "STREAMS", (Stream(16, 32, 8, 4, 8, 8, 4),)
+    )
+    used = []
+    real = online.streamed
+    monkeypatch.setattr(online, "streamed", lambda o, x: used.append(x) or real(o, x))
+    retarget(family="gpu", features=Features(), limits=Limits())
+    f = lambda *xs: ops.attention(*xs, **options)  # noqa: E731
+    check(f, *heads(4, 2, t, s, d))
+    assert len(used) >= 3  # forward, dq, dk with dv
+
+
 @pytest.mark.parametrize("d", [16, 64, 128, 256])
 def test_tiles_fit_portable_limits(cpu, d):
     shapes = [sd.spec("f32", 1, h, 300, d) for h in (4, 2, 2)]
@@ -287,11 +312,11 @@ def test_nothing_of_keys_by_queries(wgpu):
 def test_it_can_be_turned_off(retarget):
     args = heads(4, 2, 33, 33, 16)
     found = {}
-    for online in (True, False):
-        retarget(online=online)
-        assert ("online" in archetypes(ops.attention, *args)) is online
+    for one_pass in (True, False):
+        retarget(online=one_pass)
+        assert ("online" in archetypes(ops.attention, *args)) is one_pass
         y, pullback = sd.vjp(ops.attention, *args)
-        found[online] = [y, *pullback(make(*y.shape, seed=4))]
+        found[one_pass] = [y, *pullback(make(*y.shape, seed=4))]
     for a, b in zip(found[True], found[False], strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), RTOL, ATOL)
 

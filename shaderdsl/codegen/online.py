@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from .online_plan import analyse
 from .online_registers import choose_rows, registers
-from .online_shape import choose_stream, choose_tiles
+from .online_shape import choose_tiles
 from .online_stream import streamed
 from .online_stream_parts import scores_agree
+from .online_stream_shape import choose_stream
 from .online_tiled import tiled
 from .partition import Group
 from .program import Kernel

@@ -65,7 +65,7 @@ def choose_tiles(o: Online) -> Tiles:
     """The largest tile whose accumulators stay in registers, or what was tuned."""
     every = [t for t in _tiles() if _fits(o, t)]
     assert every
-    light = [t for t in every if _kept(o, t) <= _REGISTERS and _tall(o, t)]
+    light = [t for t in every if kept(o, t) <= _REGISTERS and _tall(o, t)]
     default = (light or every[-1:])[0]
     return pick(
         o.target,
@@ -94,7 +94,7 @@ def _fits(o: Online, t: Tiles) -> bool:
     )
 
 
-def _kept(o: Online, t: Tiles) -> int:
+def kept(o: Online, t: Tiles) -> int:
     """Registers that a thread's accumulators take."""
     columns = [o.extent(s.column) for s in o.sums if s.column is not None]
     kept = len(o.products) * t.tm * t.tl
@@ -103,70 +103,6 @@ def _kept(o: Online, t: Tiles) -> int:
 
 def _tall(o: Online, t: Tiles) -> bool:
     return t.rows <= 64 or o.extent(o.row) >= 256
-
-
-@dataclass(frozen=True)
-class Stream(Tiles):
-    """The shape of a chain whose chunks stream; ``ku`` lines unrolled in a sum."""
-
-    ku: int = 8
-
-    @property
-    def near_row(self) -> int:
-        """vec4s of a position of the inner axis, rows apart in their banks."""
-        return self.rows // WIDTH + 1
-
-    @property
-    def far_row(self) -> int:
-        """The same of lines."""
-        return self.lines // WIDTH + 1
-
-    @property
-    def value_row(self) -> int:
-        """vec4s of a line's values."""
-        return self.rows // WIDTH + 2
-
-    def memory(self, columns: int) -> int:
-        """vec4s of workgroup memory, for sums of so many columns."""
-        factors = self.dc * (self.near_row + self.far_row)
-        values = self.lc * (self.value_row + self.columns(columns) * self.tx)
-        return max(factors, values, self.tx * self.rows // WIDTH)
-
-
-#: Shapes of streams, from large to small.
-STREAMS = (
-    Stream(128, 64, 8, 16, 8, 16),
-    Stream(64, 64, 16, 8, 16, 16),
-    Stream(64, 64, 16, 8, 8, 16),
-)
-#: Accumulators of a thread in a stream; more spill.
-_STREAM_REGISTERS = 192
-#: Workgroups below which a smaller tile keeps more of a large device busy.
-_STREAM_GROUPS = 264
-
-
-def choose_stream(o: Online) -> Stream | None:
-    """The shape of a stream, None where none fits."""
-    limits = o.target.limits
-    inner = [o.extent(p.inner) for p in o.products]
-    columns = [o.extent(s.column) for s in o.sums if s.column is not None]
-    for t in STREAMS:
-        if any(n % t.dc for n in inner):
-            continue
-        if o.extent(o.row) < t.rows or o.extent(o.line) < t.lines:
-            continue
-        kept = len(inner) * t.tm * t.tl
-        kept += sum(t.tm * t.columns(n) * WIDTH for n in columns)
-        fits = t.memory(max(columns)) * 16 <= limits.max_workgroup_storage
-        if not fits or t.size > limits.max_invocations:
-            continue
-        if t.rows > 64:
-            groups = steps_of(o.extent(o.row), t.rows) * o.batches
-            if kept > 128 or groups < _STREAM_GROUPS:
-                continue
-        if kept <= _STREAM_REGISTERS:
-            return t
-    return None
 
 
 def shuffles(target: Target, tx: int) -> bool:

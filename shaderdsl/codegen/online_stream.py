@@ -16,7 +16,6 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from .contract_tile import XYZW, plus
 from .online_plan import Online, Sum, is_one, plain_tensors, steps_of
-from .online_shape import Stream
 from .online_stream_parts import (
     LOG2E,
     Factor,
@@ -28,6 +27,7 @@ from .online_stream_parts import (
     take_out,
     without,
 )
+from .online_stream_shape import Stream
 from .online_tile import BARRIER, Tile
 from .program import Kernel
 from .schedule import finish, fold, kernel_name
@@ -41,14 +41,14 @@ def streamed(o: Online, shape: Stream) -> Kernel:
     plain_tensors(o, w)
     # The exact exponential is a dozen instructions; this one is off by |x| · 2^-24.
     w.spellings["exp"] = f"exp2({{0}} * {{F}}({LOG2E}))"
-    lines = _Stream(o, w, shape).lines()
+    lines = Streaming(o, w, shape).lines()
     count = steps_of(o.extent(o.row), shape.rows) * o.batches
     grid = fold(count, o.target)
     name = kernel_name(o.group)
     return finish(o.group, w, o.layout, lines, name, "online", shape.size, grid)
 
 
-class _Stream(Tile):
+class Streaming(Tile):
     t: Stream
 
     def __init__(self, o: Online, w: Writer, shape: Stream):
@@ -98,7 +98,7 @@ class _Stream(Tile):
     # -------------------------------------------------------------- the frame
 
     def lanes(self) -> None:
-        """32 lanes in a zigzag: their reads of workgroup memory meet few banks twice."""
+        """A zigzag of 32: reads of workgroup memory meet few banks twice."""
         w, t = self.w, self.t
         if t.tx == 8:
             w.line("let tx = (lane & 1u) | ((lane >> 1u) & 6u);")
@@ -274,28 +274,24 @@ class _Stream(Tile):
         w.blocks[-1] += self.multiply(i)
         number = None if p.number == 1.0 else w.param(("number", i), p.number, "f32")
         for j, line in enumerate(self.places):
-            per_row: dict[int, list[str]] = {}
-            for e in self.shared[i]:
-                one = E.apply("div", E.const(1.0), e)
-                if e.free >> o.row & 1:
-                    for g in range(self.groups):
-                        rows = self.own[g * WIDTH : g * WIDTH + WIDTH]
-                        lanes = [self.axes.value(one, r) for r in rows]
-                        per_row.setdefault(g, []).append(
-                            f"vec4<f32>({', '.join(lanes)})"
-                        )
-                else:
-                    text = self.axes.value(one, line)
-                    for g in range(self.groups):
-                        per_row.setdefault(g, []).append(text)
             for g in range(self.groups):
                 x = names[g][j]
-                terms = [*per_row.get(g, []), *([number] if number else [])]
+                terms = [self.inverse(y, g, line) for y in self.shared[i]]
+                terms += [number] if number else []
                 if terms:
                     w.line(f"{x} = {' * '.join([x, *terms])};")
                 for e in range(WIDTH):
                     copies = {**self.own[g * WIDTH + e], **line}
                     self.axes.known(p.results, copies, f"{x}.{XYZW[e]}")
+
+    def inverse(self, divisor: Expr, g: int, line: dict[int, int]) -> str:
+        """1 / divisor at a line, or at four rows."""
+        one = E.apply("div", E.const(1.0), divisor)
+        if not divisor.free >> self.o.row & 1:
+            return self.axes.value(one, line)
+        rows = self.own[g * WIDTH : g * WIDTH + WIDTH]
+        lanes = [self.axes.value(one, r) for r in rows]
+        return f"vec4<f32>({', '.join(lanes)})"
 
     def multiply(self, i: int) -> list[str]:
         """Multiply the chunk that lies in workgroup memory."""
@@ -444,10 +440,9 @@ class _Stream(Tile):
                             w.line(f"s{k}g{g} = s{k}g{g} + {v};")
 
             self.branch(each)
-        for e in self.extra[i]:
-            one = E.apply("div", E.const(1.0), e)
+        for divisor in self.extra[i]:
             for j, line in enumerate(self.places):
-                r = self.axes.value(one, line)
+                r = self.inverse(divisor, 0, line)
                 for row in out:
                     row[j] = w.let(f"{row[j]} * {r}", 2, "p")
         return out

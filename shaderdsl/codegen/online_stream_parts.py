@@ -13,7 +13,7 @@ from .online_plan import Online, Sum, line_bounds
 from .writer import WIDTH
 
 if TYPE_CHECKING:
-    from .online_tile import Tile
+    from .online_stream import Streaming
 
 LOG2E = 1.4426950408889634
 
@@ -29,7 +29,13 @@ class Factor:
     """
 
     def __init__(
-        self, owner: Tile, factor: Expr, inner: int, near: bool, stem: str, base: int
+        self,
+        owner: Streaming,
+        factor: Expr,
+        inner: int,
+        near: bool,
+        stem: str,
+        base: int,
     ):
         t, w, o = owner.t, owner.w, owner.o
         self.owner, self.factor, self.inner, self.near = owner, factor, inner, near
@@ -95,7 +101,7 @@ class Weights:
     Slot h · tx + x of a chunk holds the thread x's line of that number.
     """
 
-    def __init__(self, owner: Tile, number: int, base: int):
+    def __init__(self, owner: Streaming, number: int, base: int):
         t, w, o = owner.t, owner.w, owner.o
         self.owner, self.base = owner, base
         self.factor = owner.weights[number]
@@ -152,7 +158,7 @@ class Weights:
 class Guards:
     """Which conditions hold all over a tile, if bounds of its lines prove it."""
 
-    def __init__(self, owner: Tile):
+    def __init__(self, owner: Streaming):
         o, w, t = owner.o, owner.w, owner.t
         self.owner = owner
         self.sure: set[Expr] = set()

@@ -1,0 +1,84 @@
+"""Shapes of the tiles of a streamed chain, and which one fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .choice import pick
+from .online_plan import Online, steps_of
+from .online_shape import Tiles, kept
+from .writer import WIDTH
+
+
+@dataclass(frozen=True)
+class Stream(Tiles):
+    """The shape of a chain whose chunks stream; ``ku`` lines unrolled in a sum."""
+
+    ku: int = 8
+
+    @property
+    def near_row(self) -> int:
+        """vec4s of a position of the inner axis, rows apart in their banks."""
+        return self.rows // WIDTH + 1
+
+    @property
+    def far_row(self) -> int:
+        """The same of lines."""
+        return self.lines // WIDTH + 1
+
+    @property
+    def value_row(self) -> int:
+        """vec4s of a line's values."""
+        return self.rows // WIDTH + 2
+
+    def memory(self, columns: int) -> int:
+        """vec4s of workgroup memory, for sums of so many columns."""
+        factors = self.dc * (self.near_row + self.far_row)
+        values = self.lc * (self.value_row + self.columns(columns) * self.tx)
+        return max(factors, values, self.tx * self.rows // WIDTH)
+
+
+#: 8 × 8 results a thread, for one product and sums of up to 64 columns.
+TALL = Stream(128, 64, 8, 16, 8, 16, 16)
+#: The same for up to 128 columns.
+WIDE = Stream(128, 128, 16, 16, 16, 32, 16)
+#: 8 × 4 results a thread: more lanes a row, for fewer rows or two products.
+SLIM = Stream(128, 64, 16, 16, 16, 16, 16)
+LOW = Stream(64, 64, 16, 8, 16, 16, 8)
+FLAT = Stream(64, 64, 16, 8, 8, 16, 16)
+STREAMS = (TALL, WIDE, SLIM, LOW, FLAT)
+#: Accumulators of a thread; more spill.
+_REGISTERS = 192
+#: Workgroups that fill a large device.
+_FULL = 264
+
+
+def choose_stream(o: Online) -> Stream | None:
+    """The shape of a stream by what was measured, or tuned; None where none fits."""
+    every = [t for t in STREAMS if _fits(o, t)]
+    if not every:
+        return None
+    if len(o.products) > 1:
+        two = sum(1 for s in o.sums if s.column is not None) > 1
+        order = [FLAT, LOW] if two else [LOW, FLAT]
+    elif steps_of(o.extent(o.row), TALL.rows) * o.batches >= _FULL:
+        order = [TALL, WIDE, LOW]
+    else:
+        order = [SLIM, FLAT]
+    light = [t for t in order if t in every and kept(o, t) <= 128]
+    default = (light or [t for t in order if t in every] or every[-1:])[0]
+    return pick(o.target, "online_stream", default, lambda: every, every.__contains__)
+
+
+def _fits(o: Online, t: Stream) -> bool:
+    """Whether a tile divides the products and keeps to the limits."""
+    limits = o.target.limits
+    columns = max(o.extent(s.column) for s in o.sums if s.column is not None)
+    return (
+        not any(o.extent(p.inner) % t.dc for p in o.products)
+        and o.extent(o.row) >= t.rows
+        and o.extent(o.line) >= t.lines
+        and kept(o, t) <= _REGISTERS
+        and t.memory(columns) * 16 <= limits.max_workgroup_storage
+        and t.size <= limits.max_invocations
+    )
