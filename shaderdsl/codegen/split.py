@@ -1,9 +1,9 @@
-"""Few long rows: a reduction that one workgroup would walk alone is cut into shares,
-and a second reduction combines them.
+"""Long rows: a reduction that one workgroup would walk alone is cut into shares, and a
+second reduction combines them.
 
 Before: ``S[i] = Σ_j f(i, j)`` with few i and very many j. After: ``P[i, c] = Σ_j f(i,
 c·n + j)``, ``S[i] = Σ_c P[i, c]``. Both are ordinary stages, so nothing else has to
-know.
+know. A sum of exp(y - max y) goes along with its maximum, see `split_online`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 
 from ..ir import expr as E
-from ..ir.expr import Expr
-from ..ir.indexmap import Affine
-from ..ir.stage import MONOIDS, Stage, reduce_stage, retarget, topo_stages
+from ..ir.stage import Stage, retarget, topo_stages
 from .member import contract_parts, scatter_parts
 from .scan_form import scan_parts
+from .shares import Shares, combined
+from .split_online import find_pairs, held_shares, rescaled
 from .target import Target
 
 #: Elements of a row from which several workgroups share it, and how many each takes at
@@ -33,12 +33,21 @@ def split_long(outs: Sequence[Stage], target: Target) -> list[Stage]:
     if target.family == "cpu":
         return list(outs)
     order = topo_stages(outs)
-    if not any(_wanted(s) for s in order):
+    pairs = find_pairs(order, LONG_ROW, target)
+    if not pairs and not any(_wanted(s) for s in order):
         return list(outs)
     new: dict[Stage, Stage] = {}
+    cut: dict[Stage, Shares] = {}  # a maximum in two stages → what it was made from
     for s in order:
         moved = retarget(s, new)
-        new[s] = _split(moved) if _wanted(moved) else moved
+        if s in pairs.values():
+            shares = Shares(moved, held_shares(moved, target))
+            new[s] = combined(shares)
+            cut[new[s]] = shares
+        elif s in pairs:
+            new[s] = rescaled(moved, cut[new[pairs[s]]], new[pairs[s]])
+        else:
+            new[s] = _split(moved) if _wanted(moved) else moved
     return [new[s] for s in outs]
 
 
@@ -61,29 +70,7 @@ def _split(s: Stage) -> Stage:
 
 def in_shares(s: Stage, shares: int) -> Stage:
     """A reduction whose longest axis is walked in so many shares."""
-    assert s.body is not None and s.monoid is not None
-    no = len(s.ext)
-    k = max(range(len(s.rext)), key=lambda q: s.rext[q])
-    n, axis = s.rext[k], no + k
-    if shares < 2:
-        return s
-    per = -(-n // shares)
-    shares = -(-n // per)
-    # Axes of the first stage: outputs, the share, then the reduced ones with `axis`
-    # shortened.
-    moved: dict[int, Expr] = {no + q: E.index(no + 1 + q) for q in range(len(s.rext))}
-    position = Affine({no: per, axis + 1: 1}, 0, ()).expr()
-    moved[axis] = position
-    body = E.substitute(s.body, moved)
-    if per * shares != n:
-        identity = E.const(MONOIDS[s.monoid].identity[body.dtype], body.dtype)
-        body = E.where(E.apply("lt", position, E.size(n)), body, identity)
-    rext = [per if q == k else m for q, m in enumerate(s.rext)]
-    first = reduce_stage(
-        [*s.ext, shares], rext, s.monoid, body, f"{s.name}_shares", s.loc
-    )
-    again = E.load(first, [E.index(q) for q in range(no + 1)])
-    return reduce_stage(s.ext, [shares], s.monoid, again, s.name, s.loc)
+    return s if shares < 2 else combined(Shares(s, shares))
 
 
 def _shares(n: int, others: int) -> int:

@@ -1,0 +1,120 @@
+"""Softmax and its relatives over rows that several workgroups share: one reading gives
+the maximum and the sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import shaderdsl as sd
+from shaderdsl import ops
+from shaderdsl.testing.gradients import Graph
+
+
+@pytest.fixture(params=["software", "gpu"])
+def family(request):
+    """The schedules of either family, on whatever adapter there is."""
+    device = sd.use_device("wgpu")
+    before = device.target
+    if request.param == "gpu":
+        features = dataclasses.replace(before.features, wide_words=False)
+        device.target = dataclasses.replace(before, family="gpu", features=features)
+    yield request.param
+    device.target = before
+    sd.use_device("cpu")
+
+
+def log_sum(x):
+    return sd.logsumexp(x, axis=-1)
+
+
+def loss(x):
+    labels = np.arange(x.shape[0], dtype=np.int32) * 17
+    return ops.cross_entropy(x, labels, reduction="none")
+
+
+def of_some(x):
+    return sd.logsumexp(x, axis=-1, where=sd.cast(x * 8.0, "i32") % 3 != 0)
+
+
+def rows(shape: tuple[int, ...], scale: float = 4.0) -> np.ndarray:
+    r = np.random.default_rng(7)
+    return (scale * r.standard_normal(shape)).astype(np.float32)
+
+
+@pytest.mark.parametrize("shape", [(2, 200_000), (1, 262_144), (3, 99_991)])
+def test_one_reading(family, shape):
+    """logsumexp is two kernels that read x once; softmax reads it again to write."""
+    x = sd.spec("f32", *shape)
+    nbytes = 4 * shape[0] * shape[1]
+    low = sd.lower(log_sum, x)
+    assert len(low.kernels) == 2 and low.bytes < 1.05 * nbytes
+    low = sd.lower(ops.softmax, x)
+    assert len(low.kernels) == 3 and low.bytes < 3.05 * nbytes
+    assert len(sd.lower(loss, x).kernels) <= 3
+
+
+@pytest.mark.parametrize("f", [log_sum, ops.softmax, ops.log_softmax, loss, of_some])
+@pytest.mark.parametrize("shape", [(2, 80_000), (1, 66_001)])
+def test_values_and_gradients(family, f, shape):
+    x = rows(shape)
+    graph = Graph(f, [x])
+    wide = x.astype(np.float64)
+    (want,) = graph.value([wide])
+    y, pullback = sd.vjp(f, x)
+    np.testing.assert_allclose(y.numpy(), want, rtol=2e-5, atol=1e-8)
+    dy = rows(np.shape(want), 1.0)
+    (slope,) = graph.gradient([wide], [dy.astype(np.float64)])
+    close = 2e-5 * np.abs(slope).max()
+    np.testing.assert_allclose(pullback(dy).numpy(), slope, rtol=0, atol=close)
+
+
+def test_many_long_rows(family):
+    x = rows((70, 70_000))
+    m = x.max(-1, keepdims=True).astype(np.float64)
+    want = np.log(np.exp(x - m).sum(-1)) + m[:, 0]
+    np.testing.assert_allclose(log_sum(x).numpy(), want, rtol=1e-6)
+
+
+def test_infinities(family):
+    """Shares of nothing, rows of nothing, rows that nothing compares with."""
+    x = rows((5, 80_000))
+    x[0, :70_000] = -np.inf
+    x[1] = -np.inf
+    x[2, 79_999] = 1e30
+    x[3, 3] = np.inf
+    x[4, 5] = np.nan
+    got = log_sum(x).numpy()
+    shifted = np.exp(x[0, 70_000:].astype(np.float64))
+    assert abs(got[0] - np.log(shifted.sum())) < 1e-5
+    assert got[1] == -np.inf
+    assert got[2] == np.float32(1e30)
+    assert got[3] == np.inf
+    assert np.isnan(got[4])
+    p = ops.softmax(x).numpy()
+    assert abs(p[0].sum() - 1) < 1e-5 and not p[0, :70_000].any()
+    assert not p[1].any()
+    assert p[2, 79_999] == 1.0 and p[2].sum() == 1.0
+
+
+def test_huge_differences_between_shares(family):
+    """A share far above all others leaves them at exactly 0, not at 0 · inf."""
+    x = np.full((1, 80_000), -1e4, np.float32)
+    x[0, 40_000:] = 1e4
+    assert float(log_sum(x)[0]) == pytest.approx(1e4 + np.log(40_000), rel=1e-7)
+
+
+def test_a_sum_over_another_maximum_is_left_alone(family):
+    """The maximum of something else may be far below."""
+
+    def f(x):
+        m = sd.max(-x, axis=-1, keepdims=True)
+        return sd.sum(sd.exp(x - m), axis=-1)
+
+    x = np.abs(rows((2, 80_000), 1.0))
+    m = (-x.astype(np.float64)).max(-1, keepdims=True)
+    want = np.exp(x - m).sum(-1)
+    np.testing.assert_allclose(f(x).numpy(), want, rtol=1e-5)
