@@ -55,6 +55,29 @@ def test_norms(device, n):
     assert forward == 1 and backward <= 3
 
 
+@sd.op("... d, ... d, d -> ... d, ... d")
+def add_norm(x, residual, gain):
+    h = x + residual
+    return h, h * sd.rsqrt(sd.mean(h * h, over="d") + 1e-6) * gain
+
+
+@sd.op("t d, d -> t, t d")
+def total_and_shifted(x, bias):
+    return sd.sum(x + bias, over="d"), x + bias
+
+
+def test_a_map_and_rows_of_it_are_one_kernel(device):
+    rows = shape(64, 96), shape(64, 96), shape(96)
+    assert counts(add_norm, *rows) == (1, 2)
+    assert counts(total_and_shifted, shape(64, 96), shape(96))[0] == 1
+    x, r = (np.random.default_rng(k).normal(size=(64, 96)) for k in range(2))
+    gain = np.linspace(0.5, 2, 96)
+    h, y = add_norm(*(a.astype(np.float32) for a in (x, r, gain)))
+    np.testing.assert_allclose(h.numpy(), x + r, rtol=1e-5, atol=1e-6)
+    expected = add_norm.reference(x, r, gain)[1]
+    np.testing.assert_allclose(y.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_loss(device):
     labels = sd.spec("i32", 128)
     assert counts(

@@ -29,6 +29,7 @@ from .member import (
 from .online_find import Chain, find_chains
 from .online_readers import Points
 from .scan_form import scan_parts
+from .slices import find_slices
 from .target import Target
 
 # Nodes in one inlined body; beyond, a map in the middle is stored, so that drivers
@@ -36,6 +37,10 @@ from .target import Target
 _MAX_NODES = 600
 # Rows from which a kernel of a workgroup a row keeps a device busy.
 _MANY_ROWS = 16
+
+
+# What a stage may be computed beside, when both read the same arrays.
+_BESIDE = {"map": ("map", "row"), "row": ("row", "map"), "column": ("row",)}
 
 
 @dataclass(eq=False)
@@ -329,6 +334,8 @@ class Partition:
                     if h is not g and h.kind == "row" and h in self.groups:
                         self._unite(g, h, m)
             return
+        if any(self._along_rows(m, g, producers) for g in reversed(producers)):
+            return
         if self._sideways(m, producers):
             return
         self._open(m)
@@ -395,20 +402,8 @@ class Partition:
         """The kernel axes that m would have in its producer's group, or None."""
         if g.kind not in ("row", "contract", "map", "online", "points"):
             return None
-        where: dict[int, int] = {}
-        for n in m.loads:
-            if self.group.get(n.data) is not g:
-                continue
-            producer = self.by_stage[n.data]
-            if producer.role == "column":
-                return None
-            axes = anchor_axes(n, m.space)
-            if axes is None:
-                return None
-            for a, own in zip(axes, g.axes[producer], strict=False):
-                if where.setdefault(a, own) != own:
-                    return None
-        if len(set(where.values())) != len(where):
+        where = self._read_axes(m, g)
+        if where is None:
             return None
         if any(p is not g and self._reaches(g, p) for p in producers):
             return None
@@ -461,6 +456,42 @@ class Partition:
             return None
         return [where[a] for a in m.axes]
 
+    def _along_rows(self, m: Member, g: Group, producers: Sequence[Group]) -> bool:
+        """Turn a map kernel into one of rows, for a reduction along the last axes of
+        what it stores.
+        """
+        if g.kind != "map" or m.role != "row":
+            return False
+        where = self._read_axes(m, g)
+        if (
+            where is None
+            or set(where) != set(m.axes)
+            or any(p is not g and self._reaches(g, p) for p in producers)
+            or not self._fits([*g.members, m])
+            or not _turn_to_rows(m, where, g)
+        ):
+            return False
+        self._add(g, m, [where[a] for a in m.axes])
+        g.why.append(f"{m.stage.name} reads what this kernel has in registers")
+        return True
+
+    def _read_axes(self, m: Member, g: Group) -> dict[int, int] | None:
+        """Where m's axes lie in the kernel of a group that it reads; None where its
+        loads disagree.
+        """
+        where: dict[int, int] = {}
+        for n in m.loads:
+            if self.group.get(n.data) is not g:
+                continue
+            producer = self.by_stage[n.data]
+            axes = None if producer.role == "column" else anchor_axes(n, m.space)
+            if axes is None:
+                return None
+            for a, own in zip(axes, g.axes[producer], strict=False):
+                if where.setdefault(a, own) != own:
+                    return None
+        return where if len(set(where.values())) == len(where) else None
+
     def _worth_a_row(self, m: Member, g: Group) -> bool:
         """Whether a reader should be computed by the kernel of the row that it reads.
 
@@ -507,21 +538,23 @@ class Partition:
 
     def _sideways(self, m: Member, producers: Sequence[Group]) -> bool:
         """Join a kernel that reads the same arrays over the same axes."""
-        if m.role not in ("row", "column", "map"):
+        if m.role not in _BESIDE:
             return False
         for g in self.groups:
-            if g.kind != ("map" if m.role == "map" else "row") or len(g.space) != len(
-                m.axes
-            ):
+            if g.kind not in _BESIDE[m.role] or len(g.space) != len(m.axes):
                 continue
             if any(p is g or self._reaches(g, p) for p in producers):
                 continue
             axes = self._shared_axes(m, g)
-            if (
-                axes is None
-                or not self._role_fits(m, axes, g)
-                or not self._fits([*g.members, m])
-            ):
+            if axes is None or not self._fits([*g.members, m]):
+                continue
+            if g.kind == "map":
+                if m.role == "row" and not _turn_to_rows(m, axes, g):
+                    continue
+            elif m.role == "map":
+                if math.prod(g.rows) < _MANY_ROWS or _writes_slice(m):
+                    continue
+            elif not self._role_fits(m, axes, g):
                 continue
             self._add(g, m, [axes[a] for a in m.axes])
             g.why.append(f"{m.stage.name} reads the same arrays")
@@ -639,3 +672,24 @@ class Partition:
 def _is_view(s: Stage) -> bool:
     """A map that only reads elsewhere."""
     return s.kind == "map" and s.body is not None and s.body.kind == "load"
+
+
+def _turn_to_rows(m: Member, axes: dict[int, int], g: Group) -> bool:
+    """Make a map kernel one of rows with m's result along them and what m reduces as
+    lanes, if these are its last axes and there are rows enough.
+    """
+    rows = len(m.out)
+    many = math.prod(g.space[:rows]) >= _MANY_ROWS
+    if (
+        not many
+        or any(map(_writes_slice, g.members))
+        or [axes[a] for a in m.axes] != list(range(len(g.space)))
+    ):
+        return False
+    g.kind, g.rows, g.lanes = "row", g.space[:rows], g.space[rows:]
+    return True
+
+
+def _writes_slice(m: Member) -> bool:
+    """Whether a map is an update of a slice: alone it may write no more than that."""
+    return bool(find_slices(m.body, m.space)[0])
