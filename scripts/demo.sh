@@ -5,4 +5,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/environment.sh
 . scripts/environment.sh
 prepare plot,nn
-exec "$PY" -m shaderdsl.cli demo "$@"
+exec "$PY" -m shaderdsl demo "$@"

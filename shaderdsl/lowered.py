@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from .codegen.program import Kernel, Program
 from .ir.printer import show_graph
@@ -33,7 +34,16 @@ class Lowered:
         """Bytes that one call must move."""
         return sum(k.bytes for k in self.kernels)
 
-    def graph(self) -> str:
+    def graph(self) -> Any:
+        """Kernels and the stages in them as a drawing: SVG text that notebooks show.
+
+        ``low.graph().save("graph.svg")`` writes it to a file.
+        """
+        from .interop.drawing import draw_program
+
+        return draw_program(self.program)
+
+    def stages(self) -> str:
         """The stage graph as text."""
         return show_graph(self.program.outputs)
 
@@ -58,6 +68,11 @@ class Lowered:
             lines.append(f"forward keeps for this: {kept}")
         lines += self.program.log
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        from .interop.html import lowered_html
+
+        return lowered_html(self)
 
     def __repr__(self) -> str:
         return self.explain()

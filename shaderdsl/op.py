@@ -251,6 +251,26 @@ class Op:
 
         return show_op(self, derivative=derivative, math=math, sizes=sizes)
 
+    def cost(self, *, derivative: str | None = None) -> Any:
+        """Operations and bytes as SymPy formulas in the sizes of the axes.
+
+        ``flops`` counts one for each arithmetic operation on f32 and position, computed
+        once; ``bytes`` are those of operands and results, each moved once: what no
+        kernel can do without.
+
+        Example:
+            >>> rms_norm.cost().flops
+            4*d*… + 3*…
+        """
+        from .interop.show import cost_of
+
+        return cost_of(self, derivative=derivative)
+
+    def _repr_html_(self) -> str:
+        from .interop.html import op_html
+
+        return op_html(self)
+
     def __repr__(self) -> str:
         return f"<op {self.name} '{self.signature.text}'>"
 

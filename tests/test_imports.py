@@ -36,7 +36,7 @@ LAYERS = (
     ("nn", "optim", "schedules"),
     ("bench", "checkpoint", "data", "finetune", "trainer"),
     ("web",),
-    ("cli",),
+    ("cli", "__main__"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))

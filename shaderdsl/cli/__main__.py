@@ -1,4 +1,4 @@
-"""``python -m shaderdsl.cli``."""
+"""``python -m shaderdsl.cli``; ``python -m shaderdsl`` is the same."""
 
 import sys
 

@@ -10,6 +10,7 @@ NAME_draws there holds further keywords of shaderdsl.testing.check_op, for insta
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from types import ModuleType
@@ -21,6 +22,9 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target", metavar="FILE[:OP]", help="a file's ops, or one; or package.module"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one object a line: op, passed, seconds"
     )
 
 
@@ -40,17 +44,25 @@ def run(args: argparse.Namespace) -> int:
 
     failed = 0
     for number, op in enumerate(ops, 1):
-        print(f"[{number}/{len(ops)}] {op.name} ...", end=" ", flush=True)
+        if not args.json:
+            print(f"[{number}/{len(ops)}] {op.name} ...", end=" ", flush=True)
+        problem = None
         start = time.perf_counter()
         try:
             check_op(op, **_options(module, op))
         except (AssertionError, ShaderError) as error:
             failed += 1
-            print("FAILED", flush=True)
-            print(error, file=sys.stderr)
-        else:
-            print(f"ok ({time.perf_counter() - start:.1f} s)", flush=True)
-    print(f"{len(ops) - failed} passed, {failed} failed")
+            problem = str(error)
+        seconds = time.perf_counter() - start
+        if args.json:
+            about = {"op": op.name, "passed": problem is None, "seconds": seconds}
+            print(json.dumps(about | {"problem": problem}), flush=True)
+            continue
+        print("FAILED" if problem else f"ok ({seconds:.1f} s)", flush=True)
+        if problem:
+            print(problem, file=sys.stderr)
+    if not args.json:
+        print(f"{len(ops) - failed} passed, {failed} failed")
     return 1 if failed else 0
 
 

@@ -108,7 +108,8 @@ def arguments(
 
     Args:
         op: the op.
-        sizes: axis → size; ``...`` is the size of one leading axis. Axes that are not
+        sizes: axis → size; ``...`` is the size of one leading axis, and so is, in an op
+            with ``...``, any name that is no axis of it, in order. Axes that are not
             named get 16.
         dtypes: operand → dtype; f32 where none is given.
 
@@ -120,8 +121,12 @@ def arguments(
     known = dict(op.sizes)
     names = {a for a in op.signature.axes() if a.isidentifier()}
     listed = ", ".join(sorted(names))
+    kinds = {d.kind for o in op.signature.inputs for d in o}
+    leading = []
     for name, value in sizes.items():
-        if name not in names and name != "...":
+        if name not in names:
+            leading.append(name)
+        if name not in names and "ellipsis" not in kinds:
             raise UsageError(f"{op.name} has no axis {name!r}; its axes are {listed}")
         if not value.isdigit():
             raise UsageError(f"the size of {name!r} is a number, not {value!r}")
@@ -133,23 +138,25 @@ def arguments(
                 f"{op.name} has no operand {name!r}; they are {', '.join(operands)}"
             )
 
-    def size(dim: Dim) -> int:
+    def shape(dim: Dim) -> list[int]:
         match dim.kind:
             case "ellipsis":
-                return known.setdefault("...", 16)
+                return [axis(name) for name in leading or ["..."]]
             case "derived":
-                return sum(
-                    sign * (int(name) if name.isdigit() else axis(name))
-                    for sign, name in terms(dim.text)
-                )
+                return [
+                    sum(
+                        sign * (int(name) if name.isdigit() else axis(name))
+                        for sign, name in terms(dim.text)
+                    )
+                ]
         parts = [axis(name) for name in dim.axes]
-        return sum(parts) if dim.kind == "joined" else math.prod(parts)
+        return [sum(parts) if dim.kind == "joined" else math.prod(parts)]
 
     def axis(name: str) -> int:
         return known.setdefault(name, 16)
 
     specs = [
-        spec(dtypes.get(name, "f32"), *(size(dim) for dim in dims))
+        spec(dtypes.get(name, "f32"), *(n for dim in dims for n in shape(dim)))
         for name, dims in zip(operands, op.signature.inputs)
     ]
     read = {name for dims in op.signature.inputs for dim in dims for name in dim.axes}

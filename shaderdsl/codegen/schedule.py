@@ -189,7 +189,11 @@ def flops(bodies: Mapping[Member, Expr], space_of: Mapping[Member, int]) -> int:
     """Floating-point operations: one for each arithmetic node and position."""
     total = 0
     for m, body in bodies.items():
-        nodes = sum(1 for n in E.values(body) if n.kind == "apply" and n.dtype == "f32")
+        # A contraction is laid out without its product.
+        whole = m.body if m.role == "contract" else body
+        nodes = sum(
+            1 for n in E.values(whole) if n.kind == "apply" and n.dtype == "f32"
+        )
         total += (nodes + (1 if m.stage.kind == "reduce" else 0)) * space_of[m]
     return total
 

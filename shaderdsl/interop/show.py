@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from ..array import is_number
 from ..errors import AxisError, DifferentiationError, DTypeError
@@ -20,11 +20,11 @@ from ..ir import signature as S
 from ..ir import trace as T
 from ..ir.expr import Expr
 from ..ir.indexmap import Digit, affine, digits
-from ..ir.stage import Stage, input_stage, topo_stages
+from ..ir.stage import ITEMSIZE, Stage, input_stage, topo_stages
 from ..op import Op
 from .symbolic import from_sympy, to_sympy
 
-__all__ = ["from_sympy", "show_op"]
+__all__ = ["Cost", "cost_of", "from_sympy", "show_op"]
 
 # Primes far from the numbers that people write.
 _PRIMES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079, 10091, 10093, 10099)
@@ -57,6 +57,25 @@ def show_op(
     if math:
         return "\n".join(lines)
     return "\n".join([graph.heading(derivative), *("  " + t for t in lines)])
+
+
+class Cost(NamedTuple):
+    """Two SymPy expressions in the sizes of the axes."""
+
+    flops: Any
+    bytes: Any
+
+
+def cost_of(op: Op, derivative: str | None = None) -> Cost:
+    """Operations and bytes of an op as formulas; see ``Op.cost``.
+
+    Raises:
+        AxisError: ``derivative`` names no operand.
+        DifferentiationError: it names one that is not float.
+    """
+    graph = _Graph(op, {})
+    outs = graph.outs if derivative is None else [graph.gradient(derivative)]
+    return graph.cost(outs)
 
 
 class _Graph:
@@ -142,6 +161,52 @@ class _Graph:
         given = ", ".join([*self.op.operands, *self.options])
         of = f"gradient of {derivative} in " if derivative else ""
         return f'{of}{self.op.name}({given}): "{self.op.signature.text}"'
+
+    # -------------------------------------------------------------- cost
+
+    def cost(self, outs: Sequence[Stage]) -> Cost:
+        """Each stage computed once; each array that comes in or goes out moved once."""
+        import sympy as sp
+
+        def size(extents: Iterable[int]) -> Any:
+            return sp.Mul(*(self._extent(n) for n in extents))
+
+        order = topo_stages(outs)
+        work = sp.Integer(0)
+        for s in order:
+            if s.body is None:
+                continue
+            values = E.values(s.body)
+            count = sum(1 for n in values if n.kind == "apply" and n.dtype == "f32")
+            work += (count + (s.monoid is not None)) * size(s.space)
+        moved = {*outs, *(s for s in order if s.kind == "input")}
+        return Cost(
+            sp.expand(work),
+            sp.expand(sp.Add(*(ITEMSIZE[s.dtype] * size(s.shape) for s in moved))),
+        )
+
+    def _extent(self, n: int) -> Any:
+        """A size as a formula in those of the axes."""
+        import sympy as sp
+
+        if n in self.names:
+            parts = S.terms(self.names[n]) if n not in self.op.sizes.values() else []
+            if len(parts) > 1:  # "t-k+1"
+                return sp.Add(
+                    *(
+                        sign * (sp.Integer(t) if t.isdigit() else _size_symbol(t))
+                        for sign, t in parts
+                    )
+                )
+            if n > 9999:
+                return _size_symbol(self.names[n])
+            return sp.Integer(n)
+        # Several axes of the signature as one dimension.
+        found = sp.Integer(1)
+        for size, name in self.names.items():
+            if size > 9999 and n % size == 0:
+                found, n = found * _size_symbol(name), n // size
+        return found * n
 
     # -------------------------------------------------------------- naming
 
@@ -297,6 +362,12 @@ class _Graph:
                 parts.append(sp.sympify(at))
         found = _element(self.labels[n.data], parts)
         return sp.Ne(found, 0, evaluate=False) if n.dtype == "bool" else found
+
+
+def _size_symbol(name: str) -> Any:
+    import sympy as sp
+
+    return sp.Symbol(name, integer=True, positive=True)
 
 
 def _element(name: str, indices: Sequence[Any]) -> Any:

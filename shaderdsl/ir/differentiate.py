@@ -133,7 +133,9 @@ def _collect(s: Stage, adjoint: _Adjoint) -> Stage:
         value = part(ext, groups)
         total = value if total is None else _add(total, value)
     assert total is not None
-    return map_stage(ext, total, f"d_{s.name}", groups=groups, dtype="f32", loc=s.loc)
+    # An array that is given has no line; its gradient is of the line that reads it.
+    loc = s.loc or next((n.loc for n in reversed(E.values(total)) if n.loc), None)
+    return map_stage(ext, total, f"d_{s.name}", groups=groups, dtype="f32", loc=loc)
 
 
 def _pull_stage(

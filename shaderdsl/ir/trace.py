@@ -506,6 +506,9 @@ def run(
     token = _current.set(trace)
     try:
         args = operands(sig, trace, arrays, names)
+        for part in args:  # made by nobody's line
+            for value in part if isinstance(part, tuple) else (part,):
+                value.expr.loc = _where(function, name)
         kw = {
             k: Value(v, trace) if isinstance(v, Expr) else v
             for k, v in keywords.items()

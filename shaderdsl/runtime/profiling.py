@@ -63,8 +63,10 @@ class Profile:
     events: list[Event] = field(default_factory=list, repr=False)
     began: float = field(default_factory=time.perf_counter, repr=False)
 
-    def table(self) -> str:
-        """One line a kernel name: launches, device ms, bytes and FLOPs, in columns."""
+    def rows(self) -> list[tuple[str, ...]]:
+        """Titles, and one row a kernel name, the dearest first: launches, device ms,
+        bytes and FLOPs.
+        """
         rows: dict[tuple[str, str], list[float]] = {}
         timed: set[tuple[str, str]] = set()
         for event in list(self.events):
@@ -78,13 +80,20 @@ class Profile:
                 timed.add(key)
         # The dearest first; without times, the one that moves most.
         order = sorted(rows, key=lambda k: (-rows[k][1], -rows[k][2], k))
-        lines = [("kernel", "archetype", "count", "ms", "bytes", "FLOPs")]
+        lines: list[tuple[str, ...]] = [
+            ("kernel", "archetype", "count", "ms", "bytes", "FLOPs")
+        ]
         for key in order:
             count, ms, moved, flops = rows[key]
             spent = f"{ms:.3f}" if key in timed else "-"
             lines.append(
                 (*key, f"{count:.0f}", spent, f"{moved:,.0f}", f"{flops:,.0f}")
             )
+        return lines
+
+    def table(self) -> str:
+        """One line a kernel name: launches, device ms, bytes and FLOPs, in columns."""
+        lines = self.rows()
         widths = [max(len(line[i]) for line in lines) for i in range(6)]
         text = []
         for line in lines:
@@ -92,6 +101,11 @@ class Profile:
             right = [line[i].rjust(widths[i]) for i in range(2, 6)]
             text.append("  ".join(left + right).rstrip())
         return "\n".join(text)
+
+    def _repr_html_(self) -> str:
+        from ..interop.html import profile_html
+
+        return profile_html(self)
 
     def save(self, path: str | Path) -> None:
         """Write a trace that chrome://tracing and ui.perfetto.dev open (JSON)."""
