@@ -39,6 +39,7 @@ SCHEDULES: dict[str, Callable[[Group, Target], list[Kernel]]] = {
     "scan": scan_kernels,
     "online": online_kernels,
     "points": points_kernels,
+    "pieces": online_kernels,
 }
 
 

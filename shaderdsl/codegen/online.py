@@ -7,6 +7,7 @@ from dataclasses import replace
 from .online_plan import analyse
 from .online_registers import choose_rows, registers
 from .online_shape import choose_tiles
+from .online_split import split_kernels
 from .online_stream import streamed
 from .online_stream_parts import scores_agree
 from .online_stream_shape import choose_stream
@@ -19,12 +20,15 @@ from .target import Target
 def online_kernels(group: Group, target: Target) -> list[Kernel]:
     """Print a chain."""
     o = analyse(group, target)
+    flops = 2 * o.batches * o.extent(o.row, o.line, *o.outer)
+    inner = sum(o.extent(p.inner) for p in o.products)
+    flops *= inner + sum(1 if s.column is None else o.extent(s.column) for s in o.sums)
+    if group.kind == "pieces":
+        first, *more = split_kernels(o)
+        return [replace(first, flops=flops), *more]
     if target.family == "software":
         kernel = registers(o, choose_rows(o))
     else:
         shape = choose_stream(o) if scores_agree(o) else None
         kernel = tiled(o, choose_tiles(o)) if shape is None else streamed(o, shape)
-    flops = 2 * o.batches * o.extent(o.row, o.line, *o.outer)
-    inner = sum(o.extent(p.inner) for p in o.products)
-    columns = sum(1 if s.column is None else o.extent(s.column) for s in o.sums)
-    return [replace(kernel, flops=flops * (inner + columns))]
+    return [replace(kernel, flops=flops)]

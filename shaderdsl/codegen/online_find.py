@@ -16,48 +16,16 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.stage import Stage
 from .member import Inliner, Member, make_member
+from .online_chain import Chain, Stored, bindings, complete
 from .online_readers import CROWDED, Points, as_points, group_points
 from .online_runs import (
     Run,
     as_run,
     find_products,
-    parts_of,
     soft_maps,
     split_run,
 )
 from .target import Target
-
-#: So few rows against so long lines (a token against a cache) are better off with a
-#: kernel for each stage, whose threads share out the lines; what is stored is short.
-FEW_ROWS, LONG_LINE = 16, 256
-
-
-#: The reductions that read a stage; None for whoever gets an output.
-Stored = dict[Stage, set[Stage | None]]
-
-
-@dataclass(eq=False)
-class Chain:
-    """Runs of one kernel. Symbols are the first run's own axes of its products."""
-
-    runs: list[Run]
-    places: dict[Stage, dict[int, int]]  # product → its axes as symbols
-    reduced: set[int]
-    maximum: Stage | None = None
-    row: int = -1
-    line: int = -1
-    extents: dict[int, int] = field(default_factory=dict)
-
-    def symbols(self, run: Run) -> dict[int, int] | None:
-        """A run's own axes as symbols, None where it walks the products otherwise."""
-        out: dict[int, int] = {}
-        for x, place in run.places.items():
-            for own, reader in place.items():
-                if x in self.places:
-                    symbol = self.places[x][own]
-                    if out.setdefault(reader, symbol) != symbol:
-                        return None
-        return out if len(set(out.values())) == len(out) else None
 
 
 @dataclass
@@ -232,11 +200,15 @@ def _computed_factors(
 
 
 def _find(
-    order: Sequence[Stage], anchors: set[Stage], outs: set[Stage], target: Target
+    order: Sequence[Stage],
+    anchors: set[Stage],
+    outs: set[Stage],
+    target: Target,
+    small: frozenset[Stage] = frozenset(),
 ) -> Found:
     none = Found(anchors, anchors)
     products = find_products(order, anchors, outs) if target.online else {}
-    products = {x: m for x, m in products.items() if x.nbytes >= target.online_from}
+    products = {x: m for x, m in products.items() if x not in small}
     soft = soft_maps(order, products)
     # A product of what a product gives is none: it could not be computed again.
     products = {
@@ -280,7 +252,11 @@ def _find(
     for run in runs:
         if not any(_join(c, run, products, reach, stored, target) for c in chains):
             chains.append(_open(run))
-    chains = [c for c in chains if _complete(c, products, stored, target, none.log)]
+    chains = [c for c in chains if complete(c, products, stored, target, none.log)]
+    needed = {x for c in chains for x in c.places}
+    more = {x for x in products if x.nbytes < target.online_from and x not in needed}
+    if more:
+        return _find(order, anchors, outs, target, small | more)
     none.crowded = sum(CROWDED in x for x in (*none.log, *refused.values()))
     for s, reason in refused.items():
         none.log.append(f"{s.name} {list(s.shape)} is not part of one pass: {reason}")
@@ -378,7 +354,7 @@ def _join(
     trial = [*c.runs, run]
     if not _independent(trial, c.maximum, reach, products):
         return False
-    if _bindings(trial, products, stored) > target.limits.max_storage_buffers:
+    if bindings(trial, products, stored) > target.limits.max_storage_buffers:
         return False
     c.runs.append(run)
     for x, place in run.places.items():
@@ -419,95 +395,3 @@ def _independent(
         if any(n.data not in inside and reach.get(n.data, 0) & own for n in late):
             return False
     return True
-
-
-def _bindings(
-    runs: Sequence[Run], products: dict[Stage, Member], stored: Stored
-) -> int:
-    inside = {r.stage for r in runs} | {x for r in runs for x in r.places}
-    loaded = {n.data for r in runs for n in r.member.loads}
-    loaded |= {n.data for r in runs for x in r.places for n in products[x].loads}
-    kept = sum(
-        r.column is not None or not stored.get(r.stage, set()) <= inside for r in runs
-    )
-    return len(loaded - inside) + kept
-
-
-def _complete(
-    c: Chain,
-    products: dict[Stage, Member],
-    stored: Stored,
-    target: Target,
-    log: list[str],
-) -> bool:
-    """Choose the chain's row and line; whether it is worth a kernel."""
-    name = c.runs[-1].stage.name
-    if not any(r.column is not None for r in c.runs):
-        return False
-    if not any(
-        n.kind == "apply" and n.data == "exp"
-        for r in c.runs
-        for n in E.values(r.member.body)
-    ):
-        return False
-    sides = []
-    for x, place in c.places.items():
-        p = parts_of(products[x])
-        sides.append([{place[a] for a in part} for part in (p.m, p.n)])
-    named = _named_axes(c)
-
-    def rank(a: int) -> tuple[bool, int, int]:
-        return a in named, c.extents[a], a
-
-    for line in sorted(c.reduced, key=rank, reverse=True):
-        if not all(line in a or line in b for a, b in sides):
-            continue
-        opposite = [b if line in a else a for a, b in sides]
-        rows = set.intersection(*opposite) - c.reduced
-        if rows:
-            c.line, c.row = line, max(rows, key=rank)
-            break
-    else:
-        log.append(f"{name} is not one pass: its products have no common rows")
-        return False
-    height, length = c.extents[c.row], c.extents[c.line]
-    if height < FEW_ROWS and length >= LONG_LINE:
-        log.append(
-            f"{name} is not one pass: {height} rows against {length} lines would leave "
-            "the device idle"
-        )
-        return False
-    loops = 1
-    for a in c.reduced:
-        loops *= c.extents[a]
-    # What the schedules take for a line: a share of a step, or of a tile's loops.
-    share = 2.0
-    if target.family == "software":
-        share = 1 / 4 if target.features.subgroups else 1 / 2
-    if loops * share > target.loop_budget * 0.9:
-        log.append(f"{name} is not one pass: {loops} steps are beyond the loop budget")
-        return False
-    for r in c.runs:
-        symbols = c.symbols(r)
-        terms = split_run(r) if r.stage.monoid == "sum" else None
-        if symbols is None:
-            return False
-        row = next(a for a, q in symbols.items() if q == c.row)
-        if terms is not None and any(f.free >> row & 1 for f in terms.weight):
-            log.append(f"{name} is not one pass: its weights differ from row to row")
-            return False
-    if _bindings(c.runs, products, stored) > target.limits.max_storage_buffers:
-        log.append(f"{name} is not one pass: {CROWDED}")
-        return False
-    return True
-
-
-def _named_axes(c: Chain) -> set[int]:
-    """Symbols whose position is used as a value: what masks are about."""
-    out: set[int] = set()
-    for r in c.runs:
-        symbols = c.symbols(r) or {}
-        for n in E.values(r.member.body):
-            if n.kind == "index" and n.data in symbols:
-                out.add(symbols[n.data])
-    return out

@@ -108,7 +108,7 @@ def analyse(g: Group, target: Target) -> Online:
         parts, names = parts_of(m), g.renaming(m)
         own = g.axes[m]
         place = dict(zip(m.axes, own, strict=True))
-        first = row in {place[a] for a in parts.m}
+        first = line in {place[a] for a in parts.n}
         near, far = (parts.left, parts.right) if first else (parts.right, parts.left)
         results = {n for b in bodies.values() for n in E.loads(b) if n.data is m.stage}
         products.append(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..ir import expr as E
 from ..ir.expr import Expr
-from ..ir.stage import Stage, factors
+from ..ir.stage import Stage, factors, product
 from .member import ContractParts, Inliner, Member, anchor_axes, contract_parts
 from .writer import WIDTH
 
@@ -55,7 +55,7 @@ def find_products(
     order: Sequence[Stage], anchors: set[Stage], outs: set[Stage]
 ) -> dict[Stage, Member]:
     """Contractions over one short axis whose results go through an exponential."""
-    likely = [s for s in order if _likely(s) and s not in outs]
+    likely = [s for s in order if may_be_product(s) and s not in outs]
     if not likely:
         return {}
     hot = _exponentials(order)
@@ -65,7 +65,7 @@ def find_products(
         if s not in hot or s.body is None:
             continue
         body = inliner.body(s.body, s.space)
-        parts = contract_parts(s, body)
+        parts = contract_parts(s, body) or _one_row(s, body)
         if (
             parts is not None
             and len(parts.k) == 1
@@ -75,7 +75,38 @@ def find_products(
     return out
 
 
-def _likely(s: Stage) -> bool:
+def _one_row(s: Stage, body: Expr) -> ContractParts | None:
+    """A product of a single row: X[l] = Σ_d near[d] · far[l, d], with batches or not.
+
+    No contraction, since its near factor has no output axis of its own.
+    """
+    no = len(s.ext)
+    own = sum(1 << a for a in range(no) if s.ext[a] != 1)
+    red = tuple(a for a in range(no, len(s.space)) if s.space[a] != 1)
+    summed = sum(1 << a for a in red)
+    number, fs, guards = factors(body)
+    batch = own
+    for f in fs:
+        if f.free & summed:
+            batch &= f.free
+    lines = own & ~batch
+    near = [f for f in fs if not f.free & lines]
+    far = [f for f in fs if f.free & lines]
+    if not lines or not any(f.free & summed for f in near):
+        return None
+    return ContractParts(
+        number,
+        product(near),
+        E.guard(guards, product(far)),
+        tuple(E.bits(batch)),
+        (),
+        tuple(E.bits(lines)),
+        red,
+    )
+
+
+def may_be_product(s: Stage) -> bool:
+    """Whether a stage is a sum over one short axis."""
     live = [n for n in s.rext if n != 1]
     return (
         s.kind == "reduce"
@@ -84,7 +115,7 @@ def _likely(s: Stage) -> bool:
         and len(live) == 1
         and live[0] % WIDTH == 0
         and live[0] <= LONGEST
-        and sum(n != 1 for n in s.ext) >= 2
+        and any(n != 1 for n in s.ext)
     )
 
 
@@ -111,6 +142,7 @@ def _exponentials(order: Sequence[Stage]) -> set[Stage]:
 def parts_of(member: Member) -> ContractParts:
     """A product taken apart."""
     parts = contract_parts(member.stage, member.body)
+    parts = parts or _one_row(member.stage, member.body)
     assert parts is not None
     return parts
 

@@ -26,7 +26,8 @@ from .member import (
     digit_axes,
     make_member,
 )
-from .online_find import Chain, find_chains
+from .online_chain import Chain
+from .online_find import find_chains
 from .online_readers import Points
 from .scan_form import scan_parts
 from .slices import find_slices
@@ -353,7 +354,7 @@ class Partition:
     def _open_chain(self, c: Chain | Points) -> None:
         """One group for all runs of a chain, or for all sums over the same places."""
         plan = self.online.layout(c)
-        kind = "points" if isinstance(c, Points) else "online"
+        kind = "points" if isinstance(c, Points) else c.kind
         g = Group(kind, plan.rows, plan.lanes)
         g.anchors = self.online.inner
         g.why.append(plan.why)
@@ -400,7 +401,8 @@ class Partition:
         self, m: Member, g: Group, producers: Sequence[Group]
     ) -> list[int] | None:
         """The kernel axes that m would have in its producer's group, or None."""
-        if g.kind not in ("row", "contract", "map", "online", "points"):
+        kinds = ("row", "contract", "map", "online", "pieces", "points")
+        if g.kind not in kinds:
             return None
         where = self._read_axes(m, g)
         if where is None:
@@ -426,12 +428,13 @@ class Partition:
             plain = set(where.values()) == set(range(rows))
             if m.role != "map" or set(m.axes) != set(where) or not plain:
                 return None
-        elif g.kind == "online":
+        elif g.kind in ("online", "pieces"):
             beyond = set(where.values()) - set(range(rows))
+            live = sum(n != 1 for n in g.rows)
             if (
                 m.role != "map"
                 or set(m.axes) != set(where)
-                or len(where) != rows + len(beyond)
+                or len(where) != live + len(beyond)
                 or len(beyond) > 1
             ):
                 return None

@@ -115,6 +115,18 @@ class Kernel:
             return tensor, 0
         return self.windows.get(tensor, (tensor, 0))
 
+    @property
+    def code(self) -> str:
+        """The text without its first comments.
+
+        They name the user's lines; called from another line, a function takes the
+        same kernels.
+        """
+        text = self.wgsl
+        while text.startswith("//"):
+            text = text.partition("\n")[2]
+        return text
+
 
 @dataclass(frozen=True)
 class Program:

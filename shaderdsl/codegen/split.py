@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from ..ir import expr as E
 from ..ir.stage import Stage, retarget, topo_stages
 from .member import contract_parts, scatter_parts
+from .online_runs import may_be_product
+from .partition import Partition
 from .scan_form import scan_parts
 from .shares import Shares, combined
 from .split_online import find_pairs, held_shares, rescaled
@@ -34,13 +36,21 @@ def split_long(outs: Sequence[Stage], target: Target) -> list[Stage]:
         return list(outs)
     order = topo_stages(outs)
     pairs = find_pairs(order, LONG_ROW, target)
-    if not pairs and not any(_wanted(s) for s in order):
+    long = [s for s in order if s in pairs or _wanted(s)]
+    if not long:
         return list(outs)
+    whole: set[Stage] = set()
+    if any(_of_a_product(s) for s in long):
+        # What runs along a product is cut by a schedule of its own.
+        whole = set(Partition(outs, target).online.runs)
+        pairs = {s: m for s, m in pairs.items() if not {s, m} & whole}
     new: dict[Stage, Stage] = {}
     cut: dict[Stage, Shares] = {}  # a maximum in two stages → what it was made from
     for s in order:
         moved = retarget(s, new)
-        if s in pairs.values():
+        if s in whole:
+            new[s] = moved
+        elif s in pairs.values():
             shares = Shares(moved, held_shares(moved, target))
             new[s] = combined(shares)
             cut[new[s]] = shares
@@ -49,6 +59,21 @@ def split_long(outs: Sequence[Stage], target: Target) -> list[Stage]:
         else:
             new[s] = _split(moved) if _wanted(moved) else moved
     return [new[s] for s in outs]
+
+
+def _of_a_product(s: Stage) -> bool:
+    """Whether a stage reads what may be computed again instead of stored."""
+    seen: set[Stage] = set()
+    stack = [s]
+    while stack:
+        for n in stack.pop().loads:
+            t: Stage = n.data
+            if may_be_product(t):
+                return True
+            if t.kind == "map" and t not in seen:
+                seen.add(t)
+                stack.append(t)
+    return False
 
 
 def _wanted(s: Stage) -> bool:

@@ -11,7 +11,7 @@ from ..array import Array, asarray
 from ..errors import IndexRangeError, ShapeError
 from ..function import compile
 from ..ir import expr as E
-from ..namespace import concatenate, maximum, minimum, update_slice, zeros
+from ..namespace import maximum, minimum, update_slice, zeros
 from .rotary import positions
 
 __all__ = ["CHUNK", "KVCache"]
@@ -20,6 +20,7 @@ __all__ = ["CHUNK", "KVCache"]
 #: what the first one compiled. The last piece is padded; rows beyond the length are
 #: never seen and are overwritten by the tokens that come there.
 CHUNK = 32
+_TILE = 64
 
 
 class KVCache:
@@ -52,8 +53,10 @@ class KVCache:
 
     @property
     def _shape(self) -> tuple[int, int, int]:
-        # The last chunk's padding needs room too.
-        return self.batch, self.capacity + CHUNK, self.heads * self.head_dim
+        # The last chunk's padding needs room too. Whole tiles of a schedule, so that
+        # any capacity takes the same texts.
+        rows = -(-(self.capacity + CHUNK) // _TILE) * _TILE
+        return self.batch, rows, self.heads * self.head_dim
 
     @property
     def length(self) -> int:
@@ -82,7 +85,10 @@ class KVCache:
         """Make room for ``capacity`` positions; what is held stays."""
         if capacity <= self.capacity:
             return
+        before = self._shape
         self.capacity = capacity
+        if self._shape == before:
+            return
         for name in ("_keys", "_values"):
             old = getattr(self, name)
             new = (update_slice(zeros(self._shape), x, axis=1, start=0) for x in old)
@@ -141,7 +147,8 @@ class KVCache:
         if padding is not None:
             self._pad(padding, count)
         host = np.asarray(a).reshape(batch, count)
-        pieces: list[Array] = []
+        # Pieces are written into one array, which takes the same texts for any number.
+        whole: Array | None = None
         for at in range(0, count, CHUNK):
             piece = host[:, at : at + CHUNK]
             n = piece.shape[1]
@@ -152,11 +159,14 @@ class KVCache:
                     piece = np.pad(piece, ((0, 0), (0, CHUNK - n)), mode="edge")
                 wanted = np.int32(n - 1) if last else None
                 logits = self._advance(_chunk, model, piece, n, wanted=wanted)
-            if last:
-                pieces = [logits]
-            else:
-                pieces.append(logits[:, :n] if n < logits.shape[1] else logits)
-        y = pieces[0] if len(pieces) == 1 else concatenate(pieces, axis=1)
+            if not last and count > CHUNK:
+                if whole is None:
+                    room = -(-count // CHUNK) * CHUNK
+                    whole = zeros((batch, room, logits.shape[2]))
+                whole = _put(whole, logits, asarray(np.int32(at)))
+        y = logits if whole is None else whole
+        if not last and y.shape[1] > count:
+            y = y[:, :count]
         return y.reshape(y.shape[1:]) if single else y
 
     def step(self, model: Any, tokens: Array, start: Array | None = None) -> Array:
@@ -297,6 +307,11 @@ def _step_of(
     return logits.reshape(logits.shape[0], logits.shape[2]), keys, values
 
 
+def _put_of(whole: Array, piece: Array, start: Array) -> Array:
+    return update_slice(whole, piece, axis=1, start=start)
+
+
+_put = compile(_put_of, donate=("whole",))
 _chunk = compile(_chunk_of, donate=("keys", "values"))
 #: One token a sequence: ``(model, keys, values, ids, start, first)`` to logits, cache.
 step_function = compile(_step_of, donate=("keys", "values"))

@@ -55,7 +55,7 @@ class CpuDevice(Device):
 
     def build(self, program: Program) -> CpuExecutable:
         self.check()
-        texts = {kernel.wgsl for kernel in program.kernels}
+        texts = {kernel.code for kernel in program.kernels}
         with self._lock:
             new = texts - self._met
             self._met |= new

@@ -67,7 +67,7 @@ class Pipelines:
     @staticmethod
     def _key(kernel: Kernel) -> Key:
         access = tuple(binding.access for binding in kernel.bindings)
-        return kernel.wgsl, access, bool(kernel.params)
+        return kernel.code, access, bool(kernel.params)
 
     def _make(self, kernel: Kernel, key: Key, future: Future[tuple[Any, Any]]) -> None:
         try:
