@@ -72,6 +72,14 @@ class Arrangement:
         self._unit, self._edges = unit, every
         return True
 
+    def disturbs(self, a: Group, b: Group) -> bool:
+        """Whether one of two groups overwrites what the other one reads."""
+        for x, y in ((a, b), (b, a)):
+            taken = {tensor for tensor, _ in x.targets.values()}
+            if any(n.data in taken for m in y.members for n in m.loads):
+                return True
+        return False
+
     def replace(self, g: Group, instead: list[Group]) -> None:
         """Print other groups where this one (or its whole kernel) would run."""
         self._instead[self._unit[g]] = instead

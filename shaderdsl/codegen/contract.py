@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from .choice import pick
 from .contract_plan import Contraction, analyse
 from .contract_registers import Block, block_fits, likely_blocks, registers
-from .contract_split import sum_pieces
-from .contract_tiled import Shape, choose_shape, tiled
+from .contract_shapes import Shape, choose_shape
+from .contract_split import Pieces, pieces_of, sum_pieces
+from .contract_tiled import tiled
 from .partition import Group
-from .program import Kernel, Scratch
+from .program import Kernel
 from .schedule import kernel_name
 from .target import Target
 
@@ -33,25 +34,22 @@ def contract_kernels(group: Group, target: Target) -> list[Kernel]:
 def tiled_kernels(c: Contraction, shape: Shape, splits: int) -> list[Kernel]:
     """Tiles in workgroup memory."""
     name = kernel_name(c.group)
-    splits = no_empty(-(-c.sizes[3] // shape.bk), splits)
+    splits = no_empty(max(-(-p.extent // shape.bk) for p in c.passes), splits)
     if splits == 1:
         return [tiled(c, name, shape)]
-    scratch = Scratch(
-        f"{c.member.stage.name}_pieces", "f32", splits * c.member.stage.size
-    )
-    return in_pieces(c, tiled(c, name, shape, splits, scratch), scratch, splits)
+    pieces = pieces_of(c, splits)
+    return in_pieces(c, tiled(c, name, shape, splits, pieces), pieces)
 
 
 def register_kernels(c: Contraction, block: Block, splits: int = 0) -> list[Kernel]:
     """Blocks in registers, in pieces of k where sums are long or threads few."""
     name = kernel_name(c.group)
-    splits = no_empty(-(-c.sizes[3] // c.unroll), splits or choose_splits(c, block))
+    steps = max(-(-p.extent // p.unroll) for p in c.passes)
+    splits = no_empty(steps, splits or choose_splits(c, block))
     if splits == 1:
         return [registers(c, name, block)]
-    scratch = Scratch(
-        f"{c.member.stage.name}_pieces", "f32", splits * c.member.stage.size
-    )
-    return in_pieces(c, registers(c, name, block, splits, scratch), scratch, splits)
+    pieces = pieces_of(c, splits)
+    return in_pieces(c, registers(c, name, block, splits, pieces), pieces)
 
 
 def no_empty(steps: int, splits: int) -> int:
@@ -59,14 +57,12 @@ def no_empty(steps: int, splits: int) -> int:
     return -(-steps // -(-steps // splits))
 
 
-def in_pieces(
-    c: Contraction, first: Kernel, scratch: Scratch, splits: int
-) -> list[Kernel]:
+def in_pieces(c: Contraction, first: Kernel, pieces: Pieces) -> list[Kernel]:
     """Both stages; the second one computes and stores the members."""
-    why = f"{first.reason}; {splits} pieces of k".lstrip("; ")
+    why = f"{first.reason}; {pieces.splits} pieces of k".lstrip("; ")
     return [
         replace(first, members=(), writes=(), reason=why),
-        sum_pieces(c, scratch, splits, first.name),
+        sum_pieces(c, pieces, first.name),
     ]
 
 
@@ -84,11 +80,11 @@ def choose_registers(c: Contraction) -> Cut:
     limits = c.target.limits
 
     def fits(cut: Cut) -> bool:
-        block, steps = cut.block, -(-c.sizes[3] // c.unroll)
+        block, steps = cut.block, max(-(-p.extent // p.unroll) for p in c.passes)
         return (
             block_fits(c, block)
             and min(block.tm, block.tn, block.x, block.y, cut.splits) >= 1
-            and block.tm * block.tn <= 1024
+            and block.tm * block.tn * len(c.results) <= 1024
             and block.size <= limits.max_invocations
             and block.lanes == blocks[0].lanes
             and (not block.lanes or (block.x, block.y) == (blocks[0].x, blocks[0].y))
@@ -106,14 +102,19 @@ def choose_registers(c: Contraction) -> Cut:
 
 def needed_splits(c: Contraction) -> int:
     """Pieces of k for the loop budget and for exact sums."""
-    steps = -(-c.sizes[3] // c.unroll)
-    return max(1, -(-steps // (c.target.loop_budget // 2)), -(-c.sizes[3] // _LONGEST))
+    budget = c.target.loop_budget // 2
+    return max(1, -(-step_count(c) // budget), -(-c.sizes[3] // _LONGEST))
+
+
+def step_count(c: Contraction) -> int:
+    """Steps of all loops over k."""
+    return sum(-(-p.extent // p.unroll) for p in c.passes)
 
 
 def choose_splits(c: Contraction, block: Block) -> int:
     """Pieces of k: for the loop budget, for exact sums, and for enough threads."""
-    batch, m, n, k = c.sizes
-    steps = -(-k // c.unroll)
+    batch, m, n, _ = c.sizes
+    steps = step_count(c)
     needed = needed_splits(c)
     groups = (
         batch

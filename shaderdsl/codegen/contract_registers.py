@@ -10,9 +10,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from .contract_plan import Contraction, inner_axis, plain_tensors
+from .contract_plan import (
+    Contraction,
+    Factor,
+    Loop,
+    Pass,
+    inner_axis,
+    plain_tensors,
+)
+from .contract_split import Pieces
 from .contract_tile import XYZW, Tile, plus
-from .program import Kernel, Scratch
+from .program import Kernel
 from .schedule import BUILTINS, finish, fold
 from .target import Target
 from .writer import WIDTH, Writer, indent
@@ -56,7 +64,7 @@ def likely_blocks(c: Contraction) -> list[Block]:
         Block(tm, tn, 8, 1, lanes)
         for tm in (1, 2, 4, 8, 16, 32, 64)
         for tn in (1, 2, 4, 8, 16)
-        if tm * tn <= 256
+        if tm * tn * len(c.results) <= 256
     ]
     blocks = [b for b in blocks if block_fits(c, b)] or [Block(4, 4)]
     return sorted(blocks, key=lambda b: milliseconds(c, b))[:_LIKELY]
@@ -64,10 +72,8 @@ def likely_blocks(c: Contraction) -> list[Block]:
 
 def block_fits(c: Contraction, b: Block) -> bool:
     """Whether rows and columns come in whole vec4s where they must."""
-    return not (
-        (c.left_mode == "m" and not b.lanes and b.tm % WIDTH)
-        or (c.wide and b.tn % WIDTH)
-    )
+    by_rows = any(f.mode == "m" for p in c.passes for f in p.lefts)
+    return not ((by_rows and not b.lanes and b.tm % WIDTH) or (c.wide and b.tn % WIDTH))
 
 
 def milliseconds(c: Contraction, b: Block) -> float:
@@ -75,20 +81,24 @@ def milliseconds(c: Contraction, b: Block) -> float:
 
     A load of a word costs as much as some twenty multiplications of 8 lanes.
     """
-    batch, m, n, k = c.sizes
+    batch, m, n, _ = c.sizes
     tiles = batch * -(-m // (b.tm * b.y)) * -(-n // (b.tn * b.x)) * b.y * b.x / 8
     tiles = -(-tiles // 4) * 4
-    left = b.tm * (
-        0.5 if c.left_mode == "k" or (c.left_mode == "m" and not b.lanes) else 1.0
-    )
-    right = b.tn * (0.5 if c.right_mode else 1.0)
-    step = (
-        35 * (left / (b.lanes or 1) + right)
-        + 1.6 * b.tm * b.tn
-        + 0.5 * b.tm
-        + 40 / c.unroll
-    )
-    return 20 * tiles * (k * step + 100 * b.tm * b.tn) * 1e-6 + 50 + 1.1 * b.tm * b.tn
+    time, text = 0.0, 0
+    for p in c.passes:
+        half = ("k",) if b.lanes else ("k", "m")
+        left = sum(0.5 if f.mode in half else 1.0 for f in p.lefts) * b.tm
+        right = sum(0.5 if f.mode else 1.0 for f in p.rights) * b.tn
+        block = b.tm * b.tn * len(p.products)
+        time += p.extent * (
+            35 * (left / (b.lanes or 1) + right)
+            + 1.6 * block
+            + 0.5 * b.tm * len(p.lefts)
+            + 40 / p.unroll
+        )
+        text += block
+    time += 100 * b.tm * b.tn * len(c.results)
+    return 20 * tiles * time * 1e-6 + 50 + 1.1 * text
 
 
 def registers(
@@ -96,21 +106,23 @@ def registers(
     name: str,
     block: Block,
     splits: int = 1,
-    scratch: Scratch | None = None,
+    pieces: Pieces | None = None,
 ) -> Kernel:
-    """Print the kernel. With ``splits`` the sums over pieces of k go to ``scratch``."""
-    if block.lanes and c.left_mode == "m":
-        c.left_mode = ""  # a lane loads single rows
+    """Print the kernel. With ``splits`` the sums over pieces of k go to memory."""
+    if block.lanes:  # a lane loads single rows
+        for p in c.passes:
+            for f in p.lefts:
+                f.mode = f.mode.replace("m", "")
     w = Writer(c.group.space, c.target)
-    plain_tensors(c, w, epilogue=scratch is None)
+    plain_tensors(c, w, epilogue=pieces is None)
     tile = _Registers(c, w, block, splits)
     tile.begin()
     loop = tile.multiply()
     w.open()
-    if scratch is None:
+    if pieces is None:
         tile.epilogue()
     else:
-        tile.partial(scratch)
+        tile.partial(pieces)
     lines = [*w.blocks[0], *loop, *w.blocks[1]]
     kernel = finish(
         c.group,
@@ -168,74 +180,115 @@ class _Registers(Tile):
         ]
 
     def multiply(self) -> list[str]:
-        """The loop over k; gives its lines, accumulators included."""
-        c, w, b = self.c, self.w, self.block
-        u = c.unroll
-        places = (
-            self.shared_rows()
-            if b.lanes
-            else self.units(c.left_mode == "m", b.tm, "m0", self.m_end, "m")
-        )
-        rows = [self.placed(c.m, at, c.left_mode == "m") for at in places]
-        columns = [
-            self.placed(c.n, at, c.right_mode == "n")
-            for at in self.units(c.right_mode == "n", b.tn, "n0", self.n_end, "n")
-        ]
-        self.acc = [[f"c{i}x{j}" for j in range(len(columns))] for i in range(b.tm)]
-        kind = "vec4<f32>" if c.right_mode == "n" else "f32"
-        head = [f"var {x}: {kind};" for line in self.acc for x in line]
-        steps = -(-c.sizes[3] // u)
-        start, stop = self.piece(-(-steps // self.splits), u)
+        """The loops over k; gives their lines, accumulators included."""
+        b = self.block
+        rows = self.rows_by_mode()
+        columns = self.columns_by_mode()
+        vectors = {x.acc for x in self.c.products if x.right.mode == "n"}
+        self.acc, lines = [], []
+        for acc in range(len(self.c.results)):
+            prefix = f"c{acc}x" if acc else "c"
+            kind, step = ("vec4<f32>", WIDTH) if acc in vectors else ("f32", 1)
+            names = [
+                [f"{prefix}{i}x{j}" for j in range(b.tn // step)] for i in range(b.tm)
+            ]
+            self.acc.append(names)
+            lines += [f"var {x}: {kind};" for line in names for x in line]
+        for p in self.c.passes:
+            lines += self.loop(p, rows, columns)
+        return lines
+
+    def rows_by_mode(self) -> dict[bool, list[dict[int, int]]]:
+        """Copies of this thread's rows, one by one and as vec4s."""
+        b, c = self.block, self.c
+        if b.lanes:
+            return {False: [self.placed(c.m, at, False) for at in self.shared_rows()]}
+        modes = {f.mode == "m" for p in c.passes for f in p.lefts}
+        return {
+            wide: [
+                self.placed(c.m, at, wide)
+                for at in self.units(wide, b.tm, "m0", self.m_end, "m")
+            ]
+            for wide in sorted(modes)
+        }
+
+    def columns_by_mode(self) -> dict[bool, list[dict[int, int]]]:
+        """Copies of this thread's columns, one by one and as vec4s."""
+        b, c = self.block, self.c
+        modes = {f.mode == "n" for p in c.passes for f in p.rights}
+        return {
+            wide: [
+                self.placed(c.n, at, wide)
+                for at in self.units(wide, b.tn, "n0", self.n_end, "n")
+            ]
+            for wide in sorted(modes)
+        }
+
+    def loop(
+        self,
+        p: Pass,
+        rows: dict[bool, list[dict[int, int]]],
+        columns: dict[bool, list[dict[int, int]]],
+    ) -> list[str]:
+        """One loop over k: loads, then each row times each column."""
+        w, b, u = self.w, self.block, p.unroll
+        steps = -(-p.extent // u)
+        start, stop = self.piece(p, -(-steps // self.splits), u)
         w.open()
-        whole = self.placed(c.k, "k", True, 1) if u > 1 else {}
+        whole = self.placed(p.k, "k", True, 1) if u > 1 else {}
         ks = []
         for s in range(u):
             at = "k" if u == 1 else w.let(plus(f"k * {WIDTH}u", s), 1, "k")
-            ks.append(self.placed(c.k, at, False, 1))
-        left = [self.factor("left", r, whole, ks) for r in rows]
-        right = [self.factor("right", r, whole, ks) for r in columns]
+            ks.append(self.placed(p.k, at, False, 1))
+        left = {
+            f: [self.factor(f, self.c.m, r, p, whole, ks) for r in rows[f.mode == "m"]]
+            for f in p.lefts
+        }
+        right = {
+            f: [
+                self.factor(f, self.c.n, r, p, whole, ks)
+                for r in columns[f.mode == "n"]
+            ]
+            for f in p.rights
+        }
         for s in range(u):
             for i in range(b.tm):
-                if b.lanes:
-                    x = w.let(
-                        f"subgroupBroadcast({left[i // b.lanes][s]}, {i % b.lanes}u)",
-                        1,
-                        "l",
-                    )
-                elif c.left_mode == "m":
-                    x = left[i // WIDTH][s] + "." + XYZW[i % WIDTH]
-                else:
-                    x = left[i][s]
-                for j in range(len(columns)):
-                    acc = self.acc[i][j]
-                    w.line(f"{acc} = {acc} + {x} * {right[j][s]};")
+                value = {f: self.row_value(f, left[f], i, s) for f in p.lefts}
+                for x in p.products:
+                    for acc, r in zip(self.acc[x.acc][i], right[x.right], strict=True):
+                        w.line(f"{acc} = {acc} + {value[x.left]} * {r[s]};")
         body = w.close()
         return [
-            *head,
             f"for (var k = {start}; k < {stop}; k = k + 1u) {{",
             *indent(body),
             "}",
         ]
 
+    def row_value(self, f: Factor, loaded: list[list[str]], i: int, s: int) -> str:
+        """A row's factor at one of the step's positions of k."""
+        lanes = self.block.lanes
+        if lanes:
+            own = loaded[i // lanes][s]
+            return self.w.let(f"subgroupBroadcast({own}, {i % lanes}u)", 1, "l")
+        if f.mode == "m":
+            return loaded[i // WIDTH][s] + "." + XYZW[i % WIDTH]
+        return loaded[i][s]
+
     def factor(
         self,
-        side: str,
+        f: Factor,
+        outer: Loop,
         own: dict[int, int],
+        p: Pass,
         whole: dict[int, int],
         ks: list[dict[int, int]],
     ) -> list[str]:
         """One row's (column's) factor at each of the step's positions of k."""
-        c = self.c
-        factor, mode, outer = (
-            (c.left, c.left_mode, c.m)
-            if side == "left"
-            else (c.right, c.right_mode, c.n)
-        )
-        if mode == "k":
-            v = self.read(factor, {**own, **whole}, inner_axis(c, c.k))
+        if f.mode == "k":
+            v = self.read(f.expr, {**own, **whole}, inner_axis(self.c, p.k))
             return [f"{v}.{XYZW[s]}" for s in range(WIDTH)]
-        axis = inner_axis(c, outer) if mode else None
-        return [self.read(factor, {**own, **k}, axis) for k in ks]
+        axis = inner_axis(self.c, outer) if f.mode else None
+        return [self.read(f.expr, {**own, **k}, axis) for k in ks]
 
     def row_at(self, i: int) -> str:
         return plus("m0", i)
@@ -243,8 +296,8 @@ class _Registers(Tile):
     def column_at(self, j: int) -> str:
         return plus(f"n0 / {WIDTH}u" if self.c.wide else "n0", j)
 
-    def result(self, i: int, j: int) -> str:
-        row = self.acc[i]
-        if self.c.wide and self.c.right_mode != "n":
+    def result(self, acc: int, i: int, j: int) -> str:
+        row = self.acc[acc][i]
+        if self.c.wide and len(row) == self.block.tn:
             return f"vec4<f32>({', '.join(row[j * WIDTH : j * WIDTH + WIDTH])})"
         return row[j]

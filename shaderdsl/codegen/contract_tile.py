@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from ..ir import expr as E
 from .address import Address, Term
-from .contract_plan import Contraction, Copies, Loop, inner_axis
-from .program import Scratch, Tensor
+from .contract_plan import Contraction, Copies, Loop, Pass, inner_axis
+from .contract_split import Pieces
+from .program import Tensor
 from .writer import WIDTH, Writer, contiguous, indent
 
 XYZW = "xyzw"
@@ -66,15 +67,17 @@ class Tile:
             batch = w.let(f"{batch} / {splits}", 0, "b")
         self.copies.place({a: a for g in c.batch for a in g}, c.batch, batch, 0)
 
-    def piece(self, steps: int, unit: int) -> tuple[str, str]:
+    def piece(self, p: Pass, steps: int, unit: int, depth: int = 0) -> tuple[str, str]:
         """First and last step of this piece of k, ``unit`` positions a step."""
-        w, c = self.w, self.c
-        whole = w.extent([q for g in c.k for q in g], unit)
+        w = self.w
+        whole = w.extent([q for g in p.k for q in g], unit)
         if self.splits == 1:
             return "0u", whole
-        length = w.param(("piece",), steps, stem="piece")
-        start = w.let(f"piece * {length}", 0, "s")
-        return start, w.let(f"min({start} + {length}, {whole})", 0, "s")
+        number = self.c.passes.index(p)
+        key = ("piece", number) if number else ("piece",)
+        length = w.param(key, steps, stem="piece")
+        start = w.let(f"piece * {length}", depth, "s")
+        return start, w.let(f"min({start} + {length}, {whole})", depth, "s")
 
     def placed(
         self, loop: Loop, at: str, vector: bool, depth: int = 0
@@ -102,7 +105,7 @@ class Tile:
         """Position of a thread's column, in vec4s if results are ``wide``."""
         raise NotImplementedError
 
-    def result(self, i: int, j: int) -> str:
+    def result(self, acc: int, i: int, j: int) -> str:
         """A row's sum at a column (at a vec4 of columns)."""
         raise NotImplementedError
 
@@ -114,9 +117,9 @@ class Tile:
         stores = [
             (c.group.target(x)[0], c.store(x), body) for x, body in c.epilogue.items()
         ]
-        self.finish(stores, c.number)
+        self.finish(stores, c.numbers)
 
-    def partial(self, scratch: Scratch) -> None:
+    def partial(self, pieces: Pieces) -> None:
         """Sums over a piece of k, to memory that a second kernel adds up."""
         c, w = self.c, self.w
         piece = len(w.space)
@@ -124,14 +127,20 @@ class Tile:
         w.axis(piece, "piece", 0)
         size = c.member.stage.size
         term = Term(size, ("axes", tuple(range(len(c.group.rows)))), piece)
-        form = c.store(c.member)
-        form = Address((*form.terms, term), form.const)
-        if not c.wide or not contiguous(form, inner_axis(c, c.n)):
-            w.plain.add(scratch)
-        self.finish([(scratch, form, c.result[0])], 1.0)
+        own = c.store(c.member)
+        stores = []
+        for acc, loads in enumerate(c.results):
+            first = own.const + pieces.start(c, acc)
+            form = Address((*own.terms, term), first)
+            stores.append((pieces.scratch, form, loads[0]))
+            if not c.wide or not contiguous(form, inner_axis(c, c.n)):
+                w.plain.add(pieces.scratch)
+        self.finish(stores, [1.0] * len(stores))
 
     def finish(
-        self, stores: Sequence[tuple[Tensor, Address, E.Expr]], number: float
+        self,
+        stores: Sequence[tuple[Tensor, Address, E.Expr]],
+        numbers: Sequence[float],
     ) -> None:
         """Stores of every row and column that is inside of the array."""
         c, w = self.c, self.w
@@ -145,11 +154,7 @@ class Tile:
             for at in positions
         ]
         axis = inner_axis(c, c.n)
-        factor = (
-            None
-            if abs(number) == 1.0
-            else w.param(("number",), number, "f32", "number")
-        )
+        scales = [self.scale(acc, x) for acc, x in enumerate(numbers)]
         for i in range(self.rows):
             w.open()
             row = self.placed(c.m, f"row{i}", False, 2)
@@ -157,17 +162,13 @@ class Tile:
                 w.open()
                 copies = {**row, **column}
                 w.vector = column[axis] if c.wide and axis is not None else None
-                value = self.result(i, j)
-                if factor or number == -1.0:
-                    value = w.let(
-                        f"{value} * {factor}" if factor else f"-{value}", 2, "r"
-                    )
-                elif "(" in value:
-                    value = w.let(value, 2, "r")
-                for n in c.result:
-                    w.local[
-                        E.substitute(n, {a: E.index(q) for a, q in copies.items()})
-                    ] = value
+                for acc, scale in enumerate(scales):
+                    value = scale.replace("{}", self.result(acc, i, j))
+                    if "(" in value or scale != "{}":
+                        value = w.let(value, 2, "r")
+                    for n in c.results[acc]:
+                        axes = {a: E.index(q) for a, q in copies.items()}
+                        w.local[E.substitute(n, axes)] = value
                 new = [
                     (t, self.copies.move(f, copies), self.copies.bring(e, copies))
                     for t, f, e in stores
@@ -184,6 +185,13 @@ class Tile:
             w.line(f"let row{i} = {self.row_at(i)};")
             w.line(f"if (row{i} < {self.m_end}) {{")
             w.blocks[-1] += [*indent(lines), "}"]
+
+    def scale(self, acc: int, number: float) -> str:
+        """The text of a sum ``{}`` times its factor."""
+        if abs(number) == 1.0:
+            return "-{}" if number < 0 else "{}"
+        key = ("number", acc) if acc else ("number",)
+        return "{} * " + self.w.param(key, number, "f32", "number")
 
 
 def plus(name: str, i: int) -> str:

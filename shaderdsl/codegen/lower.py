@@ -15,6 +15,7 @@ from .blocks_graph import Loop
 from .contract import contract_kernels
 from .contract_siblings import sibling_kernels
 from .inplace import write_in_place
+from .joint import join_contractions
 from .map import map_kernels
 from .online import online_kernels
 from .online_points import points_kernels
@@ -135,6 +136,7 @@ def arrange(
     if not block:
         merge_updates(arrangement)
     write_in_place(arrangement, sums=block)
+    join_contractions(arrangement, target)
     merge_siblings(arrangement, target)
     return arrangement
 

@@ -9,7 +9,7 @@ from ..ir import expr as E
 from ..ir.stage import Stage
 from .arrangement import Arrangement
 from .contract_plan import analyse
-from .contract_tiled import choose_shape, workgroups
+from .contract_shapes import choose_shape, workgroups
 from .partition import Group
 from .target import Target
 
@@ -31,7 +31,11 @@ def merge_siblings(a: Arrangement, target: Target) -> None:
         if g.kind == "contract" and a.untouched(g):
             c = analyse(g, target)
             if workgroups(c, choose_shape([c], 1 << 30)[0]) <= _ENOUGH:
-                factors = {n.data for f in (c.left, c.right) for n in E.loads(f)}
+                factors = {
+                    n.data
+                    for x in c.products
+                    for n in E.loads(x.left.expr, x.right.expr)
+                }
                 shared = max(factors, key=lambda s: len(_readers(a, s)))
                 sets.setdefault((shared, c.sizes[3]), []).append(g)
     for groups in sets.values():
@@ -49,7 +53,7 @@ def _merge(groups: list[Group], a: Arrangement, target: Target) -> None:
         together = [*chosen, g]
         limit = target.limits.max_storage_buffers
         fits = len(together) <= _MOST and _bindings(together) <= limit
-        apart = not _touch(together, a)
+        apart = not _touch(together, a) and not any(a.disturbs(h, g) for h in chosen)
         if fits and apart and (not chosen or a.allow((), together)):
             chosen = together
             continue

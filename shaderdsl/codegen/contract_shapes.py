@@ -1,0 +1,137 @@
+"""Shapes of tiles on a GPU, and how one is chosen for contractions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .choice import pick
+from .contract_plan import Contraction
+from .writer import WIDTH
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Results of a workgroup and of a thread; ``bk`` positions of k at a time."""
+
+    bm: int
+    bn: int
+    bk: int
+    tm: int
+    tn: int
+    pad: int = 1  # vec4s that keep rows of workgroup memory on different banks
+
+    @property
+    def size(self) -> int:
+        """Invocations of a workgroup."""
+        return self.bm // self.tm * (self.bn // self.tn)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of workgroup memory for one product."""
+        return self.needed(1, 1)
+
+    def needed(self, lefts: int, rights: int) -> int:
+        """Bytes of workgroup memory for so many factors of each side."""
+        left, right = self.bm // WIDTH + self.pad, self.bn // WIDTH + self.pad
+        return self.bk * (lefts * left + rights * right) * 16
+
+    def fits(self, c: Contraction) -> bool:
+        """Whether a workgroup can hold what a contraction takes."""
+        limits = c.target.limits
+        memory = max(self.needed(len(p.lefts), len(p.rights)) for p in c.passes)
+        return (
+            memory <= limits.max_workgroup_storage
+            and self.size <= limits.max_invocations
+            and self.tm * self.tn * len(c.results) <= _MOST_SUMS
+        )
+
+
+#: Sums of a thread, beyond which they do not stay in registers.
+_MOST_SUMS = 128
+
+#: From large to small, with a guess of the share of the best speed that each reaches on
+#: a large product.
+SHAPES = (
+    (Shape(128, 128, 8, 16, 8), 1.0),
+    (Shape(64, 128, 8, 8, 8), 0.9),
+    (Shape(64, 64, 16, 8, 8), 0.75),
+    (Shape(32, 64, 16, 4, 8), 0.55),
+    (Shape(16, 128, 16, 4, 4), 0.4),
+    (Shape(32, 32, 16, 4, 4), 0.35),
+)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A tile shape, and into how many pieces k is cut."""
+
+    shape: Shape
+    splits: int
+
+
+def choose_shape(cs: Sequence[Contraction], longest: int) -> tuple[Shape, int]:
+    """Tile shape and pieces of k for contractions that share a kernel.
+
+    Large tiles load least, but a device wants about two workgroups a processor.
+    """
+    target = cs[0].target
+    k = max(p.extent for c in cs for p in c.passes)
+    costs = {t: tiling_cost(cs, t) for t in tilings(cs, longest)}
+    default = min(costs, key=lambda t: costs[t])
+
+    def fits(t: Tiling) -> bool:
+        known = t.shape in [shape for shape, _ in SHAPES]
+        return (
+            known
+            and all(t.shape.fits(c) for c in cs)
+            and t.splits >= 1
+            and math.ceil(k / t.splits) <= max(longest, t.shape.bk)
+        )
+
+    chosen = pick(
+        target, "tiles", default, lambda: sorted(costs, key=lambda t: costs[t]), fits
+    )
+    return chosen.shape, chosen.splits
+
+
+def tilings(cs: Sequence[Contraction], longest: int) -> Iterator[Tiling]:
+    """Shapes that the device allows, with pieces that are neither tiny nor too long."""
+    k = max(p.extent for c in cs for p in c.passes)
+    for shape, _ in SHAPES:
+        if not all(shape.fits(c) for c in cs):
+            continue
+        if cs[0].target.family == "cpu":  # NumPy has no threads to keep busy
+            yield Tiling(shape, 1)
+            continue
+        needed = math.ceil(k / longest)
+        for splits in (needed, *(s for s in (2, 4, 8, 16, 32) if s > needed)):
+            if splits != needed and math.ceil(k / splits) < 8 * shape.bk:
+                break
+            yield Tiling(shape, splits)
+
+
+def tiling_cost(cs: Sequence[Contraction], t: Tiling) -> float:
+    """Time in multiplications of a workgroup, with reading and writing of pieces."""
+    shape, splits = t.shape, t.splits
+    steps = max(sum(p.extent * len(p.products) for p in c.passes) for c in cs)
+    loops = max(len(c.passes) for c in cs)
+    groups = splits * sum(workgroups(c, shape) for c in cs)
+    waves = max(math.ceil(2 * groups / _FULL) / 2, 1.0)
+    length = math.ceil(steps / splits) + 2 * shape.bk * loops
+    cost = waves * shape.bm * shape.bn * length / dict(SHAPES)[shape]
+    if splits > 1:
+        results = sum(math.prod(c.sizes[:3]) * len(c.results) for c in cs)
+        cost += results * (splits + 1) * 12 / _FULL + 40_000
+    return cost
+
+
+def workgroups(c: Contraction, shape: Shape) -> int:
+    """Tiles of a contraction."""
+    batch, m, n, _ = c.sizes
+    return batch * math.ceil(m / shape.bm) * math.ceil(n / shape.bn)
+
+
+#: Workgroups that fill a large device.
+_FULL = 264
