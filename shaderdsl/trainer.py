@@ -21,6 +21,7 @@ from .array import Array, asarray
 from .errors import CheckpointError, ShaderError
 from .function import compile, value_and_grad
 from .nn.safetensors import SafetensorsFile
+from .parallel import Group
 from .runtime import synchronize
 
 __all__ = ["TrainConfig", "Trainer", "saved_run"]
@@ -106,6 +107,7 @@ class Trainer:
         #: one step: (model, state, total, inputs, labels) to the first three, new
         self.train_step = compile(self._step, donate=("model", "state", "total"))
         self._judge = compile(self._judge_batch, donate=("total",))
+        self._group: Group | None = None
 
     #: what one token of the text is
     unit = "byte"
@@ -128,12 +130,8 @@ class Trainer:
     def _step(
         self, model: Any, state: Any, total: Array, inputs: Array, labels: Array
     ) -> tuple[Any, Any, Array]:
-        def loss_of(model: Any) -> Array:
-            return nn.cross_entropy(self._whole(model)(inputs), labels)
-
-        loss, gradients = value_and_grad(loss_of)(model)
-        model, state = self.optimiser.update(model, gradients, state)
-        return model, state, total + loss
+        loss, gradients = self._loss_and_gradients(model, inputs, labels)
+        return self._updated(model, state, total, loss, gradients)
 
     def _judge_batch(
         self, model: Any, total: Array, inputs: Array, labels: Array
@@ -141,12 +139,55 @@ class Trainer:
         logits = self._whole(model)(inputs)
         return total + nn.cross_entropy(logits, labels, reduction="sum")
 
-    def advance(self) -> None:
-        """One step; returns before the device has done it."""
-        batch = self.batches(self.step)
-        self.model, self.state, self._total = self.train_step(
-            self.model, self.state, self._total, batch[:, :-1], batch[:, 1:]
+    def join(self, group: Group) -> None:
+        """Train together with other processes: each takes its share of every batch, and
+        all make the same step, that of one process on the whole batch.
+
+        Raises:
+            ShaderError: the batch does not divide among them.
+            DataError: they disagree on the model, the text or the step.
+        """
+        group.share(self.batches(self.step))
+        group.check_same(dataclasses.astuple(self.config), "the options")
+        group.check_same(self.text, "the text")
+        group.check_same((self.model, self.state, self.step), "the model")
+        self._group = group
+        self._differentiate = compile(self._loss_and_gradients)
+        self._update = compile(
+            self._updated, donate=("model", "state", "total", "gradients")
         )
+
+    def _loss_and_gradients(
+        self, model: Any, inputs: Array, labels: Array
+    ) -> tuple[Array, Any]:
+        def loss_of(model: Any) -> Array:
+            return nn.cross_entropy(self._whole(model)(inputs), labels)
+
+        loss, gradients = value_and_grad(loss_of)(model)
+        return loss, gradients
+
+    def _updated(
+        self, model: Any, state: Any, total: Array, loss: Array, gradients: Any
+    ) -> tuple[Any, Any, Array]:
+        model, state = self.optimiser.update(model, gradients, state)
+        return model, state, total + loss
+
+    def advance(self) -> None:
+        """One step; returns before the device has done it, unless there are other
+        processes to wait for.
+        """
+        batch = self.batches(self.step)
+        if self._group is None:
+            self.model, self.state, self._total = self.train_step(
+                self.model, self.state, self._total, batch[:, :-1], batch[:, 1:]
+            )
+        else:
+            own = self._group.share(batch)
+            mine = self._differentiate(self.model, own[:, :-1], own[:, 1:])
+            loss, gradients = self._group.average(mine)
+            self.model, self.state, self._total = self._update(
+                self.model, self.state, self._total, loss, gradients
+            )
         self.step += 1
         self._counted += 1
 

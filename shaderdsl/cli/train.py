@@ -29,6 +29,7 @@ from .progress import Progress
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..parallel import Group
     from ..trainer import TrainConfig, Trainer
 
 __all__ = ["add_arguments", "run", "train"]
@@ -82,6 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="train low-rank adapters alone (with --from)",
     )
+    parser.add_argument(
+        "--data-parallel",
+        action="store_true",
+        help="one of the processes that `mpirun -n N shaderdsl train …` starts: each "
+        "has a device and takes its share of every batch",
+    )
     for option, kind, text in LORA:
         parser.add_argument(option, type=kind, metavar=option[2].upper(), help=text)
     from ..trainer import TrainConfig
@@ -114,21 +121,48 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, option) < 1:
             raise UsageError(f"--{option.replace('_', '-')} must be at least 1")
     _needs_safetensors()
+    if not args.data_parallel:
+        return _run(args, None)
+    from .. import parallel
+
+    group = parallel.start()
+    with group.guard():
+        return _run(args, group)
+
+
+def _run(args: argparse.Namespace, group: Group | None) -> int:
+    from . import UsageError
+
+    args.follows = group is not None and group.rank > 0
     if args.base is not None:
         trainer, out = _tuned(args)
-        return train(trainer, out, args.save_every, args.judge_every)
-    if args.lora or any(getattr(args, o[2:]) is not None for o, _, _ in LORA):
+    elif args.lora or any(getattr(args, o[2:]) is not None for o, _, _ in LORA):
         raise UsageError("--lora and its options need --from DIR")
-    trainer, out = _resumed(args) if args.resume else _fresh(args)
-    return train(trainer, out, args.save_every, args.judge_every)
+    else:
+        trainer, out = _resumed(args) if args.resume else _fresh(args)
+    return train(trainer, out, args.save_every, args.judge_every, group)
 
 
-def train(trainer: Trainer, out: Path, save_every: int, judge_every: int) -> int:
-    """Runs a trainer to its last step, saving into ``out``; returns the exit status."""
+def train(
+    trainer: Trainer,
+    out: Path,
+    save_every: int,
+    judge_every: int,
+    group: Group | None = None,
+) -> int:
+    """Runs a trainer to its last step, saving into ``out``; returns the exit status.
+
+    Of several processes the first one judges, saves and prints.
+    """
     from ..runtime import current
 
     config = trainer.config
     per_step = config.batch * config.length
+    if group is not None:
+        trainer.join(group)
+        if group.rank:
+            return _follow(trainer, group)
+        print(f"{group.size} processes share each batch", flush=True)
     print(
         f"{trainer.parameters:,} parameters; {len(trainer.train_text):,} "
         f"{trainer.unit}s to train on, {len(trainer.held_out_text):,} held out; "
@@ -140,7 +174,7 @@ def train(trainer: Trainer, out: Path, save_every: int, judge_every: int) -> int
     bar = Progress(config.steps, "step", done=trainer.step)
     loss = held_out = None
     with _Interrupt() as interrupt:
-        while trainer.step < config.steps and not interrupt.seen:
+        while trainer.step < config.steps and not _stop(interrupt, group):
             trainer.advance()
             step, last = trainer.step, trainer.step == config.steps
             if step % READ_EVERY == 0 or last:
@@ -173,6 +207,18 @@ def train(trainer: Trainer, out: Path, save_every: int, judge_every: int) -> int
     return 0
 
 
+def _stop(interrupt: _Interrupt, group: Group | None) -> bool:
+    return interrupt.seen if group is None else group.any(interrupt.seen)
+
+
+def _follow(trainer: Trainer, group: Group) -> int:
+    """What the other processes do: the same steps, and nothing else."""
+    with _Interrupt() as interrupt:
+        while trainer.step < trainer.config.steps and not _stop(interrupt, group):
+            trainer.advance()
+    return 0 if trainer.step == trainer.config.steps else 130
+
+
 def _note(loss: float | None, speed: float, held_out: float | None) -> str:
     parts = [
         "" if loss is None else f"loss {loss:.3f}",
@@ -200,6 +246,8 @@ def _new_folder(args: argparse.Namespace) -> Path:
     from ..errors import CheckpointError
 
     out: Path = args.out or _next_run()
+    if args.follows:  # the first process makes it
+        return out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(
             f"{out} is there already; nothing was changed",
