@@ -176,6 +176,21 @@ def test_head_sizes(wgpu, d):
     check(ops.attention, *heads(2, 1, 33, 33, d))
 
 
+@pytest.mark.parametrize(("d", "c"), [(1, 3), (3, 2), (6, 18), (18, 5)])
+def test_head_sizes_that_are_no_vec4s(wgpu, d, c):
+    q, k, _ = heads(4, 2, 9, 13, d)
+    v = make(1, 2, 13, c, seed=2)
+    check(ops.attention, q, k, v)
+    assert d == 1 or archetypes(ops.attention, q, k, v) == ["online"]
+
+
+@pytest.mark.parametrize(("d", "c"), [(6, 10), (18, 3)])
+def test_pieces_that_are_no_vec4s(wgpu, d, c):
+    q, k, _ = heads(4, 2, 2, 70, d)
+    v = make(1, 2, 70, c, seed=2)
+    check(ops.attention, q, k, v)
+
+
 @pytest.mark.parametrize(
     ("window", "cap"), [(1, None), (4, 2.0), (16, None), (None, 5.0)]
 )
@@ -215,6 +230,7 @@ def test_every_axis_in_its_place(wgpu):
         (20, 50, 20, {"causal": False}),
         (9, 5, 8, {}),
         (32, 32, 8, {}),
+        (9, 11, 6, {}),
     ],
 )
 @pytest.mark.parametrize("kind", ["tiles", "rows"])
@@ -230,7 +246,7 @@ def test_schedules_of_other_devices(retarget, monkeypatch, kind, t, s, d, option
 @pytest.mark.parametrize(
     ("t", "s", "d", "options"),
     [
-        (32, 64, 8, {"causal": False}),
+        (48, 64, 8, {"causal": False}),
         (40, 70, 16, {"window": 20, "softcap": 3.0}),
         (50, 50, 16, {"return_lse": True}),
         (33, 40, 24, {"score": lambda x, b, h, i, j: x - 0.1 * sd.cast(i - j, "f32")}),
@@ -261,6 +277,16 @@ def test_tiles_fit_portable_limits(cpu, d):
         (vectors,) = re.findall(r"var<workgroup> sm: array<vec4<f32>, (\d+)>", k.wgsl)
         assert int(vectors) * 16 <= 16_384
         assert k.workgroup_size[0] <= 256 and len(k.bindings) <= 8
+
+
+def test_too_little_workgroup_memory(retarget):
+    """Rows in registers need none."""
+    small = dataclasses.replace(Limits(), max_workgroup_storage=1024)
+    retarget(family="gpu", features=Features(), limits=small)
+    args = heads(2, 1, 9, 9, 8)
+    (kernel,) = sd.lower(ops.attention, *args).kernels
+    assert kernel.archetype == "online" and "workgroup>" not in kernel.wgsl
+    check(ops.attention, *args)
 
 
 def test_a_budget_of_loops(retarget):

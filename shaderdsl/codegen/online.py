@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .online_plan import analyse
+from .online_plan import Online, analyse
 from .online_registers import choose_rows, registers
 from .online_shape import choose_tiles
 from .online_split import split_kernels
@@ -26,9 +26,16 @@ def online_kernels(group: Group, target: Target) -> list[Kernel]:
     if group.kind == "pieces":
         first, *more = split_kernels(o)
         return [replace(first, flops=flops), *more]
-    if target.family == "software":
-        kernel = registers(o, choose_rows(o))
-    else:
-        shape = choose_stream(o) if scores_agree(o) else None
-        kernel = tiled(o, choose_tiles(o)) if shape is None else streamed(o, shape)
-    return [replace(kernel, flops=flops)]
+    return [replace(_kernel(o), flops=flops)]
+
+
+def _kernel(o: Online) -> Kernel:
+    """In the first form that fits the device; rows in registers fit any."""
+    if o.target.family != "software":
+        stream = choose_stream(o) if scores_agree(o) else None
+        if stream is not None:
+            return streamed(o, stream)
+        tiles = choose_tiles(o)
+        if tiles is not None:
+            return tiled(o, tiles)
+    return registers(o, choose_rows(o))

@@ -128,11 +128,11 @@ class Combine(Shares):
                         self.axes.known([s.own], copies, found[c])
                 v = self.axes.value(body, copies, column)
                 form = self.axes.move(o.store(m), copies)
-                w.vector = copies[column]
+                self.axes.along(column, copies)
                 w.open()
                 w.store(tensor, form, v, body.dtype, True)
                 stores = w.close()
-                w.vector = None
+                self.axes.along(None)
                 # The lanes of the first row of each block of columns store.
                 condition = f"lane < {along}u"
                 if (c + 1) * along > width:

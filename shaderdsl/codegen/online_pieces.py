@@ -45,7 +45,7 @@ class Pieces:
     def width(self, s: Sum) -> int:
         """vec4s of a weighted sum's row."""
         assert s.column is not None
-        return self.o.extent(s.column) // WIDTH
+        return steps_of(self.o.extent(s.column), WIDTH)
 
     def lanes_along(self, s: Sum) -> int:
         """Lanes along the columns, a power of two."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from .online_runs import Run, maximum_of, parts_of, split_run
 from .partition import Group
 from .schedule import Layout, kernel_bodies, lay_out, visible
 from .target import Target
-from .writer import Writer, contiguous, spell
+from .writer import WIDTH, Writer, contiguous, spell
 
 #: Below every score: the running maximum before anything is seen. Finite, so that no
 #: difference of two maxima is ever NaN.
@@ -287,11 +287,34 @@ class Axes(Copies):
 
     def value(self, e: Expr, copies: dict[int, int], vector: int | None = None) -> str:
         """A value over copies, as a vec4 along one of them if asked."""
-        self.w.vector = None if vector is None else copies[vector]
-        new = self.bring(e, copies)
-        text = self.w.value(new) if vector is None else self.w.splat(new)
-        self.w.vector = None
+        if vector is None:
+            return self.w.value(self.bring(e, copies))
+        self.along(vector, copies)
+        text = self.w.splat(self.bring(e, copies))
+        self.along(None)
         return text
+
+    def along(
+        self, vector: int | None, copies: Mapping[int, int] | None = None
+    ) -> None:
+        """Let values be vec4s along (the copy of) an axis from here on."""
+        if vector is None or copies is None:
+            self.w.vector, self.w.ragged = None, False
+        else:
+            self.w.vector = copies[vector]
+            self.w.ragged = self.ragged(vector)
+
+    def ragged(self, axis: int) -> bool:
+        """Whether an axis is no whole number of vec4s."""
+        return self.o.extent(axis) % WIDTH != 0
+
+    def within(self, text: str, axis: int, chunk: str, depth: int) -> str:
+        """A vec4 along an axis, zero beyond its end: a factor of a dot product."""
+        if not self.ragged(axis):
+            return text
+        places = f"vec4<u32>({chunk} * 4u) + vec4<u32>(0u, 1u, 2u, 3u)"
+        test = f"{places} < vec4<u32>({self.o.extent(axis)}u)"
+        return self.w.let(f"select(vec4<f32>(), {text}, {test})", depth, "x")
 
     def known(self, nodes: Sequence[Expr], copies: dict[int, int], text: str) -> None:
         """Say what some loads are at a place."""
@@ -302,6 +325,10 @@ class Axes(Copies):
 
 def plain_tensors(o: Online, w: Writer) -> None:
     """Tell the writer which tensors have an access that is no vec4."""
+
+    def ragged(axis: int) -> bool:
+        return o.extent(axis) % WIDTH != 0
+
     uses: list[tuple[Expr, int | None]] = []
     for p in o.products:
         uses += [(n, p.inner) for x in (p.near, p.far) for n in E.loads(x)]
@@ -316,12 +343,13 @@ def plain_tensors(o: Online, w: Writer) -> None:
     for m, body in o.epilogue.items():
         axis = column_of(o, m)
         uses += [(n, axis) for n in E.loads(body)]
-        if not contiguous(o.store(m), axis):
+        if axis is None or ragged(axis) or not contiguous(o.store(m), axis):
             w.plain.add(o.group.target(m)[0])
     for n, a in uses:
         if n not in o.layout.addresses:
             continue
-        if a is None or not n.free >> a & 1 or not contiguous(o.address(n), a):
+        along = a is not None and n.free >> a & 1 and not ragged(a)
+        if not along or not contiguous(o.address(n), a):
             w.plain.add(n.data)
 
 

@@ -15,6 +15,7 @@ from .online_plan import (
     LOWEST,
     Axes,
     Online,
+    Product,
     Sum,
     column_of,
     exponential,
@@ -135,19 +136,31 @@ class _Registers:
         """
         n = self.o.extent(axis)
         if n not in self.pieces:
-            found = [self.axes.at(axis, f"{k}u", 0, True) for k in range(n // WIDTH)]
+            count = steps_of(n, WIDTH)
+            found = [self.axes.at(axis, f"{k}u", 0, True) for k in range(count)]
             self.pieces[n] = [next(iter(c.values())) for c in found]
         return [{axis: q} for q in self.pieces[n]]
 
     def near(self) -> list[list[str]]:
         """The row's factor of each product, in registers."""
+        depth = len(self.w.blocks) - 1
         return [
-            [
-                self.axes.value(p.near, {**self.own, **c}, p.inner)
-                for c in self.chunks(p.inner)
-            ]
+            [self.factor(p, p.near, k, self.own, depth) for k in self.pieces_of(p)]
             for p in self.o.products
         ]
+
+    def pieces_of(self, p: Product) -> range:
+        """The vec4s of a product's inner axis."""
+        return range(steps_of(self.o.extent(p.inner), WIDTH))
+
+    def factor(
+        self, p: Product, factor: Expr, k: int, at: dict[int, int], depth: int
+    ) -> str:
+        """A vec4 of a product's factor."""
+        chunk = self.chunks(p.inner)[k]
+        text = self.axes.value(factor, {**at, **chunk}, p.inner)
+        last = (k + 1) * WIDTH > self.o.extent(p.inner)
+        return self.axes.within(text, p.inner, f"{k}u", depth) if last else text
 
     def declare(self) -> None:
         """Running values."""
@@ -159,7 +172,7 @@ class _Registers:
             if s.column is None:
                 names, kind = [f"s{i}"], "f32"
             else:
-                count = self.o.extent(s.column) // WIDTH
+                count = steps_of(self.o.extent(s.column), WIDTH)
                 names, kind = [f"s{i}x{k}" for k in range(count)], "vec4<f32>"
             w.blocks[-1] += [f"var {n}: {kind};" for n in names]
             self.acc.append(names)
@@ -203,10 +216,7 @@ class _Registers:
         far: list[list[str]] = []
         if rows.shared:
             far = [
-                [
-                    self.axes.value(p.far, {**mine, **c}, p.inner)
-                    for c in self.chunks(p.inner)
-                ]
+                [self.factor(p, p.far, k, mine, 2) for k in self.pieces_of(p)]
                 for p in o.products
             ]
             self.hand_around(mine, lines)
@@ -217,10 +227,7 @@ class _Registers:
                 own = (
                     [f"subgroupBroadcast({x}, {e}u)" for x in far[i]]
                     if rows.shared
-                    else [
-                        self.axes.value(p.far, {**line, **c}, p.inner)
-                        for c in self.chunks(p.inner)
-                    ]
+                    else [self.factor(p, p.far, k, line, 2) for k in self.pieces_of(p)]
                 )
                 total = ""
                 for a, b in zip(near[i], own):
@@ -357,9 +364,9 @@ class _Registers:
                 copies = {**self.own, **c}
                 v = self.axes.value(body, copies, column)
                 form = self.axes.move(o.store(m), copies)
-                w.vector = c[column]
+                self.axes.along(column, c)
                 w.store(o.group.target(m)[0], form, v, body.dtype, True)
-                w.vector = None
+                self.axes.along(None)
         stores = w.close()
         w.line(f"if (row < {self.row_end}) {{")
         w.blocks[0] += [*indent(stores), "}"]

@@ -14,7 +14,6 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.stage import Stage, factors, product
 from .member import ContractParts, Inliner, Member, anchor_axes, contract_parts
-from .writer import WIDTH
 
 #: Longest inner and output axis that a thread keeps a share of in registers.
 LONGEST = 256
@@ -113,7 +112,6 @@ def may_be_product(s: Stage) -> bool:
         and s.monoid == "sum"
         and s.dtype == "f32"
         and len(live) == 1
-        and live[0] % WIDTH == 0
         and live[0] <= LONGEST
         and any(n != 1 for n in s.ext)
     )
@@ -173,11 +171,7 @@ def as_run(member: Member, products: dict[Stage, Member]) -> Run | str:
     columns = [a for a in member.out if a not in walks[0]]
     if len(columns) > 1:
         return "it has two axes more than its product"
-    if columns and (
-        s.monoid == "max"
-        or s.space[columns[0]] % WIDTH
-        or s.space[columns[0]] > LONGEST
-    ):
+    if columns and (s.monoid == "max" or s.space[columns[0]] > LONGEST):
         return f"its other axis has {s.space[columns[0]]} elements"
     if sum(1 for n in E.values(member.body)) > _NODES:
         return "its body is too long"

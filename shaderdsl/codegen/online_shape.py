@@ -61,10 +61,13 @@ SHAPES = (
 _REGISTERS = 144
 
 
-def choose_tiles(o: Online) -> Tiles:
-    """The largest tile whose accumulators stay in registers, or what was tuned."""
+def choose_tiles(o: Online) -> Tiles | None:
+    """The largest tile whose accumulators stay in registers, or what was tuned; None
+    where the device has too little workgroup memory for any.
+    """
     every = [t for t in _tiles() if _fits(o, t)]
-    assert every
+    if not every:
+        return None
     light = [t for t in every if kept(o, t) <= _REGISTERS and _tall(o, t)]
     default = (light or every[-1:])[0]
     return pick(
@@ -88,10 +91,15 @@ def _fits(o: Online, t: Tiles) -> bool:
     limits = o.target.limits
     columns = max(o.extent(s.column) for s in o.sums if s.column is not None)
     return (
-        not any(o.extent(p.inner) % t.dc for p in o.products)
+        not any(_whole(o.extent(p.inner)) % t.dc for p in o.products)
         and t.memory(columns) * 16 <= limits.max_workgroup_storage
         and t.size <= limits.max_invocations
     )
+
+
+def _whole(n: int) -> int:
+    """An extent in whole vec4s."""
+    return steps_of(n, WIDTH) * WIDTH
 
 
 def kept(o: Online, t: Tiles) -> int:

@@ -43,7 +43,9 @@ def choose_pieces(o: Online) -> Pieces:
     rows = min(o.extent(o.row), _ROWS.get(target.family, 8))
     p = Pieces(rows, size, 1, o)
     steps = steps_of(o.extent(o.line), size)
-    inner = sum(o.extent(q.inner) // WIDTH // unrolled(o, q) for q in o.products)
+    inner = sum(
+        steps_of(o.extent(q.inner), WIDTH) // unrolled(o, q) for q in o.products
+    )
     loops = 1 + inner + sum(size // p.lanes_down(s) for s in p.matrices)
     needed = steps_of(steps * loops, target.loop_budget * 4 // 5)
     blocks = steps_of(o.extent(o.row), rows) * o.batches
@@ -53,7 +55,7 @@ def choose_pieces(o: Online) -> Pieces:
 
 def unrolled(o: Online, p: Product) -> int:
     """vec4s of the inner axis that one step of a product takes."""
-    n = o.extent(p.inner) // WIDTH
+    n = steps_of(o.extent(p.inner), WIDTH)
     return next(u for u in (4, 3, 2, 1) if n % u == 0)
 
 
@@ -149,7 +151,7 @@ class _Piece(Shares):
     def product(self, k: int, q: Product, line: dict[int, int]) -> None:
         """A product of each row with this lane's line."""
         o, w = self.o, self.w
-        count, by = o.extent(q.inner) // WIDTH, unrolled(o, q)
+        count, by = steps_of(o.extent(q.inner), WIDTH), unrolled(o, q)
         names = [f"x{k}r{i}" for i in range(self.p.rows)]
         w.blocks[-1] += [f"var {n} = 0.0;" for n in names]
         w.open()
@@ -157,8 +159,10 @@ class _Piece(Shares):
             at = w.let(plus("d", u), 2, "d") if u else "d"
             inner = self.axes.at(q.inner, at, 2, True)
             far = self.axes.value(q.far, {**line, **inner}, q.inner)
+            far = self.axes.within(far, q.inner, at, 2)
             for n, row in zip(names, self.own):
                 near = self.axes.value(q.near, {**row, **inner}, q.inner)
+                near = self.axes.within(near, q.inner, at, 2)
                 w.line(f"{n} = {n} + dot({near}, {far});")
         body = w.close()
         w.line(f"for (var d = 0u; d < {count}u; d = d + {by}u) {{")
@@ -280,7 +284,7 @@ class _Piece(Shares):
         column = w.let(plus(f"e % {along}u", step * along), 1, "n")
         place = self.place("piece", number, p.offset(s), column)
         store = w.write(self.scratch, place, "total", True)
-        width = o.extent(s.column) // WIDTH
+        width = steps_of(o.extent(s.column), WIDTH)
         w.line(f"if ({number} < {self.row_end} && {column} < {width}u) {{ {store} }}")
         body = w.close()
         count = len(names) * along

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..ir import expr as E
 from ..ir.expr import Expr
 from .contract_tile import XYZW
-from .online_plan import Online, Sum, line_bounds
+from .online_plan import Online, Sum, line_bounds, steps_of
 from .writer import WIDTH
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Weights:
         count = t.lc * self.width // t.size
         self.names = [f"w{number}_{q}" for q in range(count)]
         w.blocks[0] += [f"var {n}: vec4<f32>;" for n in self.names]
-        last = o.extent(column) // WIDTH - 1
+        last = steps_of(o.extent(column), WIDTH) - 1
         self.lines: list[str] = []
         self.along: list[dict[int, int]] = []
         known: dict[str, dict[int, int]] = {}

@@ -162,7 +162,7 @@ class Tile:
                     w.line("if (tx == 0u) {")
                     w.blocks[-1] += [*indent(stores), "}"]
                     continue
-                vectors = o.extent(column) // WIDTH
+                vectors = steps_of(o.extent(column), WIDTH)
                 for c in range(t.columns(o.extent(column))):
                     whole = (c + 1) * t.tx <= vectors
                     at = plus("tx", c * t.tx)
@@ -177,11 +177,11 @@ class Tile:
                             self.axes.known([s.own], copies, total)
                     v = self.axes.value(body, copies, column)
                     form = self.axes.move(o.store(m), copies)
-                    w.vector = copies[column]
+                    self.axes.along(column, copies)
                     w.open()
                     w.store(tensor, form, v, body.dtype, True)
                     stores = w.close()
-                    w.vector = None
+                    self.axes.along(None)
                     if whole:
                         w.blocks[-1] += stores
                     else:

@@ -137,7 +137,7 @@ class _Tiled(Tile):
             w.blocks[-1] += [f"var {n}: vec4<f32>;" for n in s.names]
         for s in shares:
             s.fetch("0u", 2)
-        end = o.extent(p.inner)
+        end = steps_of(o.extent(p.inner), WIDTH) * WIDTH
         w.open()
         w.line(BARRIER)
         for s in shares:
@@ -270,7 +270,7 @@ class _Tiled(Tile):
         o, w, t = self.o, self.w, self.t
         assert s.column is not None
         held = t.lc // t.tx
-        last = o.extent(s.column) // WIDTH - 1
+        last = steps_of(o.extent(s.column), WIDTH) - 1
         for q, n in enumerate(names):
             e = w.let(f"lane + {q * t.size}u", 2, "e")
             if (q + 1) * t.size > t.lc * width:
@@ -327,6 +327,7 @@ class _Share:
             place = owner.axes.at(self.inner, at, depth, True)
             for own in copies:
                 v = owner.axes.value(self.factor, {**own, **place}, self.inner)
+                v = owner.axes.within(v, self.inner, at, depth)
                 w.line(f"{next(names)} = {v};", depth)
 
     def keep(self) -> list[str]:

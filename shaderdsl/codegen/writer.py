@@ -90,6 +90,9 @@ class Writer:
         self.addresses: dict[Expr, Address] = {}
         self.plain: set[Tensor] = set()
         self.uses_subgroups = False
+        # Whether the last vec4 along the vector axis reaches beyond its end: elements
+        # there repeat the last one.
+        self.ragged = False
         # Stages that are computed where they are read: what writes such a read.
         self.virtual: dict[Stage, Callable[[Expr, int], str]] = {}
         # Primitives that a schedule spells otherwise than the table does.
@@ -287,9 +290,10 @@ class Writer:
         if n.kind == "index":
             name = self.names[n.data]
             if self.is_vector(n):
-                return self.let(
-                    f"vec4<i32>(i32({name}) * 4) + vec4<i32>(0, 1, 2, 3)", level, "i"
-                )
+                text = f"vec4<i32>(i32({name}) * 4) + vec4<i32>(0, 1, 2, 3)"
+                if self.ragged:
+                    text = f"min({text}, vec4<i32>({self.space[n.data] - 1}))"
+                return self.let(text, level, "i")
             return self.let(f"i32({name})", level, "i")
         if n.kind == "load":
             return self._load(n, level)
@@ -318,7 +322,7 @@ class Writer:
         if form is None:
             form = self.addresses[n] = load_address(n, self.space)
         vector = self.is_vector(n)
-        as_vector = vector and stage not in self.plain and contiguous(form, self.vector)
+        as_vector = vector and self._whole(stage, form)
         buffer = self.binding(stage, as_vector, False, n.label)
         if as_vector:
             text = self._widen(stage, f"{buffer}[{self.address(form, WIDTH)}]", True)
@@ -331,6 +335,20 @@ class Writer:
         return self.let(
             f"{wgsl_type(stage.dtype, True)}({', '.join(parts)})", level, "x"
         )
+
+    def _whole(self, tensor: Tensor, form: Address) -> bool:
+        """Whether an access along the vector axis moves a vec4 at once."""
+        if self.ragged or tensor in self.plain:
+            return False
+        return contiguous(form, self.vector)
+
+    def _lane(self, k: int) -> str:
+        """The position of an element of a vec4 along the vector axis."""
+        assert self.vector is not None
+        at = f"{self.names[self.vector]} * 4u + {k}u"
+        if self.ragged:
+            return f"min({at}, {self.space[self.vector] - 1}u)"
+        return f"({at})"
 
     def lane_addresses(self, form: Address) -> list[str]:
         """Offsets of the four elements of a vec4 that are not neighbours in memory."""
@@ -352,7 +370,7 @@ class Writer:
             )
             at = []
             for k in range(WIDTH):
-                lane = f"({self.names[v]} * 4u + {k}u)"
+                lane = self._lane(k)
                 at.append(f"{start} + {lane}" + (f" * {step}" if step else ""))
             return at
         whole: list[str] = []
@@ -364,11 +382,7 @@ class Writer:
                     whole.append(text)
                     depth = max(depth, level)
             else:
-                name = (
-                    f"({self.names[v]} * 4u"
-                    if isinstance(t.what, int)
-                    else self.value(t.what)
-                )
+                name = "" if isinstance(t.what, int) else self.value(t.what)
                 scale = (
                     ""
                     if t.coefficient == 1
@@ -376,7 +390,7 @@ class Writer:
                 )
                 for k in range(WIDTH):
                     if isinstance(t.what, int):
-                        parts[k] += f" + {name} + {k}u){scale}"
+                        parts[k] += f" + {self._lane(k)}{scale}"
                     else:
                         lane = f"{name}.{'xyzw'[k]}" if self.is_vector(t.what) else name
                         parts[k] += f" + u32({lane}){scale}"
@@ -473,9 +487,7 @@ class Writer:
     ) -> None:
         """Write a value (a vec4 of it) to memory, in the innermost block."""
         depth = len(self.blocks) - 1
-        as_vector = (
-            vector and tensor not in self.plain and contiguous(form, self.vector)
-        )
+        as_vector = vector and self._whole(tensor, form)
         buffer = self.binding(tensor, as_vector, True, label)
         if as_vector:
             self.blocks[depth].append(
