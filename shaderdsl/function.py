@@ -53,6 +53,10 @@ class Compiled:
         self.function = function
         self.donate = donate
         self._parameters = inspect.signature(function)
+        # Names, if arguments are given by position alone.
+        parameters = self._parameters.parameters.values()
+        plain = all(p.kind == p.POSITIONAL_OR_KEYWORD for p in parameters)
+        self._plain = [p.name for p in parameters] if plain else None
         self._plans: dict[Any, tuple[Traced, Plan, list[int]]] = {}
         #: what the last new signature gave
         self.last_traced: Traced | None = None
@@ -68,6 +72,8 @@ class Compiled:
         self, args: Sequence[Any], keywords: dict[str, Any]
     ) -> dict[str, Any]:
         """The arguments of a call by the names of the parameters."""
+        if self._plain and not keywords and len(args) == len(self._plain):
+            return dict(zip(self._plain, args))
         bound = self._parameters.bind(*args, **keywords)
         bound.apply_defaults()
         return dict(bound.arguments)
@@ -97,7 +103,7 @@ class Compiled:
             id(current_device()),
             structure,
             tuple(
-                (a.shape, a.dtype, is_number(x))
+                (a.shape, a.dtype.name, a is not x and is_number(x))
                 if a is not None
                 else ("static", hashable(x))
                 for a, x in zip(arrays, leaves, strict=True)
@@ -108,8 +114,13 @@ class Compiled:
             found = self._plans[key] = self._plan(arguments)
         traced, plan, donated = found
         given = [a for a in arrays if a is not None]
-        run_checks(traced.checks, host_copies(traced.inputs, given))
-        buffers = [a.buffer() for a in given]
+        if traced.checks:
+            run_checks(traced.checks, host_copies(traced.inputs, given))
+        device = plan.device
+        buffers = [
+            b if (b := a._buffer) is not None and b.device is device else a.buffer()
+            for a in given
+        ]
         for k in donated:
             given[k].donate()
         try:

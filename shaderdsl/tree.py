@@ -4,9 +4,11 @@ put together again.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 # class -> (parts(x) -> (children, key), build(key, children))
@@ -15,15 +17,29 @@ _registry: dict[
 ] = {}
 
 
+# Classes whose objects never change, so that what they flatten to is kept with them.
+_frozen: set[type] = set()
+# Where it is kept: not a field, and nothing that equality or copies look at.
+_KEPT = "_flattened"
+
+
 def register(
     cls: type,
     parts: Callable[[Any], tuple[list[Any], Any]],
     build: Callable[[Any, list[Any]], Any],
+    *,
+    frozen: bool = False,
 ) -> None:
     """Make a class a pytree. ``parts`` gives children and a hashable rest; ``build`` is
     its inverse.
+
+    Args:
+        frozen: objects never change and have a ``__dict__``; a loop that hands them
+            from call to call then takes them apart once.
     """
     _registry[cls] = (parts, build)
+    if frozen:
+        _frozen.add(cls)
 
 
 def registered(x: Any) -> bool:
@@ -45,6 +61,20 @@ class Structure:
     children: tuple[Structure, ...]
     leaves: int
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.key, self.children))
+
+    @cached_property
+    def frozen(self) -> bool:
+        """Whether a pytree of this structure cannot change but for its leaves."""
+        kind = self.kind
+        own = kind in (None, "none", tuple) or kind in _frozen
+        return own and all(c.frozen for c in self.children)
+
 
 register(
     OrderedDict,
@@ -57,6 +87,7 @@ register(
     lambda key, parts: defaultdict(key[0], zip(key[1], parts, strict=True)),
 )
 
+_INNER = {type(None), tuple, list, dict}
 _LEAF = Structure(None, None, (), 1)
 _NONE = Structure("none", None, (), 0)
 
@@ -72,6 +103,12 @@ def _flatten(x: Any, leaves: list[Any]) -> Structure:
     if x is None:
         return _NONE
     if kind in _registry:
+        if kind in _frozen:
+            kept = x.__dict__.get(_KEPT)
+            if kept is not None:
+                leaves += kept[0]
+                structure: Structure = kept[1]
+                return structure
         children, key = _registry[kind][0](x)
     elif kind in (tuple, list) or (isinstance(x, tuple) and hasattr(x, "_fields")):
         children, key = list(x), None
@@ -91,12 +128,67 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
     return _build(structure, iter(leaves))
 
 
-def _build(s: Structure, leaves: Any) -> Any:
-    if s is _LEAF or s == _LEAF:
+def builder(structure: Structure) -> Callable[[list[Any]], Any]:
+    """`unflatten` for one structure, as a function of the list of leaves.
+
+    It is one expression, written out and compiled: for a loop, which builds the same
+    tree again and again.
+    """
+    names: dict[str, Any] = {"keep": _keep}
+
+    def name(stem: str, value: Any) -> str:
+        names[f"{stem}{len(names)}"] = value
+        return f"{stem}{len(names) - 1}"
+
+    def written(s: Structure, at: int, outer: bool) -> str:
+        if s.kind is None:
+            return f"x[{at}]"
+        if s.kind == "none":
+            return "None"
+        whole = outer and s.kind in _frozen and s.frozen
+        parts = []
+        start = at
+        for c in s.children:
+            parts.append(written(c, at, outer and not whole))
+            at += c.leaves
+        inner = ", ".join(parts)
+        if s.kind in _registry:
+            build, key = name("build", _registry[s.kind][1]), name("key", s.key)
+            text = f"{build}({key}, [{inner}])"
+        elif s.kind is dict:
+            pairs = (f"{name('key', k)}: {v}" for k, v in zip(s.key, parts))
+            text = f"{{{', '.join(pairs)}}}"
+        elif s.kind is list:
+            text = f"[{inner}]"
+        elif s.kind is tuple:
+            text = f"({inner},)" if parts else "()"
+        else:
+            text = f"{name('kind', s.kind)}({inner})"
+        return f"keep({text}, x[{start}:{at}], {name('s', s)})" if whole else text
+
+    text = f"lambda x: {written(structure, 0, True)}"
+    build: Callable[[list[Any]], Any] = eval(text, names)
+    return build
+
+
+def _keep(x: Any, leaves: list[Any], s: Structure) -> Any:
+    """Keep with an object that never changes what it flattens to."""
+    # A leaf may have been replaced by what is none itself.
+    kinds = {type(leaf) for leaf in leaves}
+    if kinds.isdisjoint(_INNER) and kinds.isdisjoint(_registry):
+        x.__dict__[_KEPT] = (leaves, s)
+    return x
+
+
+def _build(s: Structure, leaves: Any, outer: bool = True) -> Any:
+    if s.kind is None:
         return next(leaves)
     if s.kind == "none":
         return None
-    children = [_build(c, leaves) for c in s.children]
+    if outer and s.kind in _frozen and s.frozen:
+        own = list(itertools.islice(leaves, s.leaves))
+        return _keep(_build(s, iter(own), False), own, s)
+    children = [_build(c, leaves, outer) for c in s.children]
     if s.kind in _registry:
         return _registry[s.kind][1](s.key, children)
     if s.kind is dict:

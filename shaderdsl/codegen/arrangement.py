@@ -67,6 +67,8 @@ class Arrangement:
             first = min(one, key=lambda g: self._position[g])
             unit.update(dict.fromkeys(one, first))
         every = self._edges | set(edges)
+        if any(a in one and b in one for a, b in every):
+            return False  # Nothing runs before itself.
         if self._sorted(unit, every) is None:
             return False
         self._unit, self._edges = unit, every

@@ -417,7 +417,7 @@ def plain_tensors(
         for x, body in c.epilogue.items():
             uses += [(n, axis) for n in _all_loads(c, body)]
             if not contiguous(c.store(x), axis):
-                w.plain.add(x.stage)
+                w.plain.add(c.group.target(x)[0])
     for n, a in uses:
         if a is None or not n.free >> a & 1 or not contiguous(c.address(n), a):
             w.plain.add(n.data)

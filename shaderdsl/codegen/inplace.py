@@ -23,13 +23,15 @@ def write_in_place(a: Arrangement, sums: bool = False) -> None:
     """Give results the memory of an operand that nobody reads afterwards.
 
     Args:
-        sums: reductions that add to an operand overwrite it too.
+        sums: rows that add to an operand overwrite it too.
     """
     for g in a.partition.groups:
-        if g.kind == "map" and a.untouched(g):
+        if not a.untouched(g):
+            continue
+        if g.kind == "map":
             if not _update_slices(g, a):
                 _overwrite(g, a)
-        elif sums and g.kind in ("contract", "row"):
+        elif g.kind == "contract" or (sums and g.kind == "row"):
             _overwrite(g, a)
 
 

@@ -150,11 +150,14 @@ class Trial:
 
 
 def trial(g: Group, target: Target, schedule: Schedule) -> Trial | None:
-    """A group's trial; None where nothing can be chosen, or where it writes inside of
-    another array, which stands for nothing by itself.
+    """A group's trial; None where nothing can be chosen, or where it writes parts of
+    another array, which stand for nothing by themselves.
     """
     if g.targets:
-        return None
+        if g.stands_for is not None:
+            return None
+        # What it overwrites here is no part of what it computes.
+        g = replace(g, targets={})
     survey = Survey()
     kernels = schedule(g, replace(target, choice=survey))
     if len(survey.choices) < 2:

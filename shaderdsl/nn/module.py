@@ -53,6 +53,8 @@ class Module:
         for f in dataclasses.fields(cls):  # type: ignore[arg-type]
             (configuration if f.metadata.get("static") else children).append(f.name)
 
+        names = (*configuration, *children)
+
         def parts(x: Any) -> tuple[list[Any], Any]:
             key = tuple(getattr(x, n) for n in configuration)
             return [getattr(x, n) for n in children], key
@@ -61,11 +63,11 @@ class Module:
             # Leaves may be anything (None, symbols, cotangents): checks of __init__
             # were made when the module was first built.
             new = object.__new__(cls)
-            for n, v in zip([*configuration, *children], [*key, *values], strict=True):
-                object.__setattr__(new, n, v)
+            # Frozen to everybody else.
+            new.__dict__.update(zip(names, (*key, *values), strict=True))
             return new
 
-        tree.register(cls, parts, build)
+        tree.register(cls, parts, build, frozen=True)
 
     def replace(self, **changes: Any) -> Any:
         """The same module with other values in these fields."""

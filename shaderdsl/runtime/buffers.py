@@ -13,7 +13,7 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, DeviceLostError, DonatedError, OutOfMemoryError
@@ -29,6 +29,11 @@ MIN_BYTES = 16
 KEEP_FREE_BYTES = 256 << 20
 
 _serials = itertools.count(1)
+
+
+def new_serial() -> int:
+    """A number that names memory, or who borrows it, once in a process."""
+    return next(_serials)
 
 
 def size_class(nbytes: int) -> int:
@@ -89,6 +94,24 @@ class Allocation:
         self._pool.returned.append((self.capacity, self.serial))
 
 
+class Bundle:
+    """Allocations that one plan borrows together for each of its calls.
+
+    Attributes:
+        allocations: they stay alive, and their memory the same, until the pool takes
+            the bundle apart.
+        nbytes: their capacity in all.
+        serial: a number that names this memory.
+    """
+
+    __slots__ = ("allocations", "nbytes", "serial")
+
+    def __init__(self, allocations: list[Allocation]):
+        self.allocations = allocations
+        self.nbytes = sum(a.capacity for a in allocations)
+        self.serial = next(_serials)
+
+
 class Pool:
     """Allocations by size class, with an account of what is in use.
 
@@ -119,6 +142,9 @@ class Pool:
         # Sorted by serial, so that a repeated sequence of requests gets the same
         # memory each time and cached bind groups fit again.
         self._free: dict[int, list[tuple[int, Any]]] = {}
+        # Bundles that wait for their owner's next call, by owner.  They count as free,
+        # and are taken apart as soon as somebody else needs memory.
+        self._bundles: dict[int, Bundle] = {}
         self._lock = threading.RLock()
         self._live = self._free_bytes = self._peak = 0
 
@@ -156,6 +182,9 @@ class Pool:
         with self._lock:
             self._collect()
             ready = self._free.get(capacity)
+            if not ready and self._bundles:
+                self._unbundle()
+                ready = self._free.get(capacity)
             if ready:
                 serial, handle = ready.pop(0)
                 self._free_bytes -= capacity
@@ -171,6 +200,41 @@ class Pool:
             self._live += capacity
             self._peak = max(self._peak, self._live)
             return Allocation(self, handle, capacity, serial)
+
+    def borrow(self, owner: int, sizes: Sequence[int]) -> Bundle:
+        """Memory for temporaries of these sizes: what the owner gave back, or new.
+
+        Raises:
+            OutOfMemoryError: see `acquire`.
+        """
+        with self._lock:
+            bundle = self._bundles.pop(owner, None)
+            if bundle is not None:
+                self._free_bytes -= bundle.nbytes
+                self._live += bundle.nbytes
+                self._peak = max(self._peak, self._live)
+                return bundle
+        return Bundle([self.acquire(n) for n in sizes])
+
+    def give_back(self, owner: int, bundle: Bundle) -> None:
+        """End of a call; what runs on the device later comes after it."""
+        if not self.reuse:
+            return
+        with self._lock:
+            if owner not in self._bundles:
+                self._bundles[owner] = bundle
+                self._live -= bundle.nbytes
+                self._free_bytes += bundle.nbytes
+
+    def _unbundle(self) -> None:
+        """Make what waits in bundles ready for anybody."""
+        for bundle in self._bundles.values():
+            self._free_bytes -= bundle.nbytes
+            self._live += bundle.nbytes
+            # Nobody else holds them: the count of references ends here.
+            bundle.allocations.clear()
+        self._bundles.clear()
+        self._collect()
 
     def trim(self) -> None:
         """Let go of all memory that nobody uses."""
@@ -189,6 +253,8 @@ class Pool:
             raise self.exhausted(nbytes) from error
 
     def _let_go(self) -> None:
+        if self._bundles:
+            self._unbundle()
         if self._free:
             self._on_trim()
         self._free.clear()

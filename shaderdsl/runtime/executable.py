@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import wgpu
-from wgpu.backends.wgpu_native import ffi, lib
+from wgpu.backends.wgpu_native import lib
 
 from ..codegen.program import Kernel, Program
 from ..errors import CompilerError
 from . import profiling
 from .arenas import Copy, Memory, gather
-from .buffers import Buffer, bound_bytes
+from .buffers import Allocation, Buffer, Bundle, bound_bytes, new_serial
 from .device import Executable
+from .launch import Step, handles, launch
 from .plan import MemoryPlan, Place, check_limits, pack_params, plan_memory
+from .replay import KEEP, Encoded, Parts, Replay, Replays
 
 if TYPE_CHECKING:
     from .wgpu_device import WgpuDevice
 
-#: Sets of buffers whose bind groups a program remembers as a whole, and bind groups
-#: that it remembers for each kernel.
-KEEP_SETS = 16
+#: Bind groups that a program remembers for each kernel.
 KEEP_GROUPS = 16
 
 #: Timestamps of one query set; WebGPU allows 4096.
@@ -75,7 +75,11 @@ class WgpuExecutable(Executable):
             for (i, kernel), pipeline in zip(work, pipelines)
         ]
         self._lock = threading.Lock()
-        self._sets: OrderedDict[Key, list[Any]] = OrderedDict()
+        self._sizes = [stage.nbytes for stage in program.inputs]
+        self._out_sizes = [stage.nbytes for stage in program.outputs]
+        self._twin_lists: dict[int, list[int | None]] = {}
+        self._replays = Replays()
+        self._owner = new_serial()
         self._groups: list[OrderedDict[Key, Any]] = [OrderedDict() for _ in self._steps]
 
     def __call__(
@@ -87,36 +91,124 @@ class WgpuExecutable(Executable):
             raise CompilerError(
                 f"{len(inputs)} inputs were given to a program of {len(program.inputs)}"
             )
-        for buffer, stage in zip(inputs, program.inputs):
-            buffer.require(device)
+        for buffer, nbytes in zip(inputs, self._sizes):
+            if buffer.consumed or buffer.device is not device:
+                buffer.require(device)
+            if buffer.nbytes != nbytes:
+                self._refuse(inputs)
+        words = self._block.fill(scalars or {})
+        replay = self._replays.find(inputs)
+        bundle = None
+        try:
+            if replay is None:
+                return self._first(inputs, words)
+            bundle = device.pool.borrow(self._owner, self._temps(replay.plan)[1])
+            return self._again(replay, inputs, bundle, words)
+        except wgpu.GPUError as error:
+            raise device.translate(error, "a launch") from error
+        finally:
+            if bundle is not None:
+                device.pool.give_back(self._owner, bundle)
+
+    def _refuse(self, inputs: Sequence[Buffer]) -> None:
+        for buffer, stage in zip(inputs, self.program.inputs):
             if buffer.nbytes != stage.nbytes:
                 raise CompilerError(
                     f"a buffer of {buffer.nbytes} B was given for {stage.name} of "
                     f"{stage.nbytes} B"
                 )
-        words = self._block.fill(scalars or {})
+
+    def _first(self, inputs: Sequence[Buffer], words: bytes) -> list[Buffer]:
+        """A call whose inputs lie as they never did before."""
+        pool = self.device.pool
         seen = Counter(buffer.key[0] for buffer in inputs)
         donated = self._donated(inputs, seen)
         plan = self._plan(donated)
-        memory, copies = self._memory(plan, inputs, seen)
+        slots, sizes = self._temps(plan)
+        # Temporaries are asked for first: they come back at once, so they get the same
+        # memory in each call, while outputs change with what the caller keeps.
+        memory: list[Any] = [(b.allocation, b.offset) for b in inputs]
+        memory += [None] * (len(plan.slots) - len(inputs))
+        copies: list[Copy] = []
+        for arena in plan.arenas:
+            memory[arena.slot], more = gather(
+                arena, inputs, self.program.donated, seen, pool
+            )
+            copies += more
+        bundle = pool.borrow(self._owner, sizes)
         try:
-            groups = self._bind(plan, memory)
-            seconds = self._run(groups, words, copies)
-        except wgpu.GPUError as error:
-            raise device.translate(error, "a launch") from error
+            for slot, allocation in zip(slots, bundle.allocations):
+                memory[slot] = (allocation, 0)
+            made = [i for i, slot in enumerate(plan.slots) if slot.kind == "output"]
+            for i in made:
+                memory[i] = (pool.acquire(plan.slots[i].nbytes), 0)
+            state = [(b.allocation.shared, b.allocation.parts) for b in inputs]
+            key = tuple([b.key for b in inputs])
+            encoded = self._encode(self._bind(plan, memory))
+            seconds = self._run(encoded, words, copies)
+        finally:
+            pool.give_back(self._owner, bundle)
+        self._note(seconds)
+        results = self._results(plan, inputs, memory, donated)
+        parts = self._note_parts(plan, results, memory, len(inputs), donated)
+        if not copies:
+            arenas = [(a.slot, a.parts[0][0], a.parts[0][1]) for a in plan.arenas]
+            replay = Replay(plan, donated, state, arenas, slots, made, parts)
+            replay.encoded[self._acquired(bundle, [memory[i][0] for i in made])] = (
+                encoded
+            )
+            with self._lock:
+                self._replays.add(key, replay)
+        self._consume(inputs)
+        return results
+
+    def _again(
+        self, replay: Replay, inputs: Sequence[Buffer], bundle: Bundle, words: bytes
+    ) -> list[Buffer]:
+        """A call whose inputs lie as an earlier call's did."""
+        pool, plan = self.device.pool, replay.plan
+        fresh = [pool.acquire(plan.slots[i].nbytes) for i in replay.outputs]
+        acquired = self._acquired(bundle, fresh)
+        memory = replay.memory(inputs, bundle, fresh)
+        encoded = replay.encoded.get(acquired)
+        if encoded is None:
+            encoded = self._encode(self._bind(plan, memory))
+            with self._lock:
+                replay.encoded[acquired] = encoded
+                if len(replay.encoded) > KEEP:
+                    replay.encoded.popitem(last=False)
+        self._note(self._run(encoded, words, []))
+        results = self._results(plan, inputs, memory, replay.donated)
+        for slot, parts in replay.parts:
+            memory[slot][0].parts = parts
+        self._consume(inputs)
+        return results
+
+    @staticmethod
+    def _acquired(bundle: Bundle, fresh: Sequence[Allocation]) -> tuple[int, ...]:
+        return (bundle.serial, *[a.serial for a in fresh])
+
+    def _temps(self, plan: MemoryPlan) -> tuple[list[int], list[int]]:
+        """Slots of a plan's temporaries, and their sizes."""
+        slots = [i for i, slot in enumerate(plan.slots) if slot.kind == "temp"]
+        return slots, [plan.slots[i].nbytes for i in slots]
+
+    def _note(self, seconds: list[float] | None) -> None:
         if profiling.active():
             profiling.note_dispatches(
-                [step.kernel for step in self._steps], device.pool.live_bytes, seconds
+                [step.kernel for step in self._steps],
+                self.device.pool.live_bytes,
+                seconds,
             )
-        results = self._results(plan, inputs, memory, donated)
-        for position in program.donated:
+
+    def _consume(self, inputs: Sequence[Buffer]) -> None:
+        for position in self.program.donated:
             inputs[position].consume()
-        return results
 
     def forget(self) -> None:
         """Drop cached bind groups, which keep their buffers from being freed."""
         with self._lock:
-            self._sets.clear()
+            self._replays.clear()
             for cache in self._groups:
                 cache.clear()
 
@@ -138,36 +230,8 @@ class WgpuExecutable(Executable):
             plan = self._plans[donated] = plan_memory(self.program, donated)
         return plan
 
-    def _memory(
-        self, plan: MemoryPlan, inputs: Sequence[Buffer], seen: Counter[int]
-    ) -> tuple[list[Memory], list[Copy]]:
-        """``(allocation, offset)`` of every slot, and what to copy there first.
-
-        Temporaries are asked for first: they come back at once, so they get the same
-        memory in each call, while outputs change with what the caller keeps.
-        """
-        memory: list[Any] = [(b.allocation, b.offset) for b in inputs]
-        memory += [None] * (len(plan.slots) - len(inputs))
-        copies: list[Copy] = []
-        for arena in plan.arenas:
-            memory[arena.slot], more = gather(
-                arena, inputs, self.program.donated, seen, self.device.pool
-            )
-            copies += more
-        for kind in ("temp", "output"):
-            for i, slot in enumerate(plan.slots):
-                if slot.kind == kind:
-                    memory[i] = (self.device.pool.acquire(slot.nbytes), 0)
-        return memory, copies
-
     def _bind(self, plan: MemoryPlan, memory: list[Memory]) -> list[Any]:
         """The bind group of each step."""
-        keys = tuple((a.serial, offset) for a, offset in memory)
-        with self._lock:
-            groups = self._sets.get(keys)
-            if groups is not None:
-                self._sets.move_to_end(keys)
-                return groups
         groups = []
         for step, cache in zip(self._steps, self._groups):
             bound = [
@@ -184,11 +248,17 @@ class WgpuExecutable(Executable):
                     if len(cache) > KEEP_GROUPS:
                         cache.popitem(last=False)
             groups.append(group)
-        with self._lock:
-            self._sets[keys] = groups
-            if len(self._sets) > KEEP_SETS:
-                self._sets.popitem(last=False)
         return groups
+
+    def _encode(self, groups: list[Any]) -> Encoded:
+        """The steps of the pass as the driver's functions take them."""
+        steps: list[Step] = []
+        current = None
+        for step, group in zip(self._steps, groups):
+            new = step.pipeline is not current
+            current = step.pipeline
+            steps.append((current if new else None, group, *step.kernel.workgroups))
+        return Encoded(handles(steps), groups)
 
     def _group(self, step: _Step, memory: list[Memory]) -> Any:
         entries = []
@@ -211,11 +281,12 @@ class WgpuExecutable(Executable):
         )
 
     def _run(
-        self, groups: list[Any], words: bytes, copies: list[Copy]
+        self, encoded: Encoded, words: bytes, copies: list[Copy]
     ) -> list[float] | None:
         """Launch; returns each step's device time in seconds if that was asked for."""
         if not self._steps:
             return None
+        groups = encoded.groups
         if profiling.wants_timestamps() and self.device.target.features.timestamps:
             seconds: list[float] = []
             for start in range(0, len(groups), MAX_QUERIES // 2):
@@ -224,20 +295,9 @@ class WgpuExecutable(Executable):
                 copies = []
             return seconds
         encoder = self.device.gpu.create_command_encoder()
-        _encode(encoder, copies)
+        _copy(encoder, copies)
         compute = encoder.begin_compute_pass()
-        # The C functions themselves: wgpu-py's methods cost five times as much.  What
-        # goes wrong here is reported when the encoder finishes.
-        set_pipeline = lib.wgpuComputePassEncoderSetPipeline
-        set_group = lib.wgpuComputePassEncoderSetBindGroup
-        dispatch = lib.wgpuComputePassEncoderDispatchWorkgroups
-        raw, current = compute._internal, None
-        for step, group in zip(self._steps, groups):
-            if step.pipeline is not current:
-                current = step.pipeline
-                set_pipeline(raw, current._internal)
-            set_group(raw, 0, group._internal, 0, ffi.NULL)
-            dispatch(raw, *step.kernel.workgroups)
+        launch(compute, encoded.steps)
         compute.end()
         self._submit(encoder.finish(), words)
         return None
@@ -262,7 +322,7 @@ class WgpuExecutable(Executable):
             usage=wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC,
         )
         encoder = gpu.create_command_encoder()
-        _encode(encoder, copies)
+        _copy(encoder, copies)
         for i, group in enumerate(groups):
             step = self._steps[start + i]
             compute = encoder.begin_compute_pass(
@@ -292,46 +352,62 @@ class WgpuExecutable(Executable):
         donated: frozenset[int],
     ) -> list[Buffer]:
         """A buffer for each output; memory that appears twice is marked as shared."""
-        made: dict[Place, Buffer] = {}
-        results = []
-        for place, stage in zip(plan.outputs, self.program.outputs):
-            slot, offset = place
-            if place in made:
-                results.append(made[place].alias())
-                continue
-            if slot < len(inputs) and slot not in donated:
-                made[place] = inputs[slot].alias()
+        device, given = self.device, len(inputs)
+        results: list[Buffer] = []
+        for (slot, offset), nbytes, first in zip(
+            plan.outputs, self._out_sizes, self._twins(plan)
+        ):
+            if first is not None:
+                results.append(results[first].alias())
+            elif slot < given and slot not in donated:
+                results.append(inputs[slot].alias())
             else:
                 allocation, start = memory[slot]
-                made[place] = Buffer(
-                    self.device, allocation, stage.nbytes, start + offset
-                )
-            results.append(made[place])
-        self._note_parts(plan, made, memory, len(inputs))
+                results.append(Buffer(device, allocation, nbytes, start + offset))
         return results
+
+    def _twins(self, plan: MemoryPlan) -> list[int | None]:
+        """For each output the earlier one in the same place, if any."""
+        twins = self._twin_lists.get(id(plan))
+        if twins is None:
+            seen: dict[Place, int] = {}
+            twins = [
+                i if (i := seen.setdefault(place, k)) != k else None
+                for k, place in enumerate(plan.outputs)
+            ]
+            self._twin_lists[id(plan)] = twins
+        return twins
 
     def _note_parts(
         self,
         plan: MemoryPlan,
-        made: Mapping[Place, Buffer],
+        results: Sequence[Buffer],
         memory: list[Memory],
         given: int,
-    ) -> None:
-        """Tell allocations which of their bytes belong to whom."""
+        donated: frozenset[int],
+    ) -> list[tuple[int, Parts]]:
+        """Tell allocations which of their bytes belong to whom; returns what it told,
+        by slot.
+        """
         parts: dict[int, list[tuple[int, int]]] = {}
-        for (slot, _), buffer in made.items():
-            if buffer.nbytes and (slot >= given or slot in plan.reused):
+        for (slot, _), buffer, first in zip(plan.outputs, results, self._twins(plan)):
+            if first is not None or not buffer.nbytes:
+                continue
+            if slot >= given or slot in plan.reused:
                 parts.setdefault(slot, []).append((buffer.offset, buffer.nbytes))
         # An input that was written in place has the part that it had.
         for arena in plan.arenas:
             if len(arena.parts) == 1 and memory[arena.slot][0].parts is not None:
                 parts.pop(arena.slot, None)
+        told: list[tuple[int, Parts]] = []
         for slot, found in parts.items():
             alone = len(found) == 1 and found[0][0] == 0
-            memory[slot][0].parts = None if alone else tuple(sorted(found))
+            told.append((slot, None if alone else tuple(sorted(found))))
+            memory[slot][0].parts = told[-1][1]
+        return told
 
 
-def _encode(encoder: Any, copies: list[Copy]) -> None:
+def _copy(encoder: Any, copies: list[Copy]) -> None:
     for copy in copies:
         (source, start), (target, offset) = copy.source, copy.target
         encoder.copy_buffer_to_buffer(

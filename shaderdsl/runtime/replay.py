@@ -1,0 +1,104 @@
+"""Calls whose memory lies just as an earlier call's did: all that was found out then.
+
+A loop that donates its state gives a plan the same memory again, or the same few in
+turn.  Where it does, nothing is looked up, and no bind group is made.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .arenas import Memory
+from .buffers import Allocation, Buffer, Bundle
+from .plan import MemoryPlan
+
+if TYPE_CHECKING:
+    from .launch import Step
+
+#: Arrangements of inputs that a program remembers, and those of the memory that is
+#: acquired for each.
+KEEP = 16
+
+Parts = tuple[tuple[int, int], ...] | None
+
+
+@dataclass
+class Encoded:
+    """The steps of a pass over certain memory; ``groups`` keeps the handles alive."""
+
+    steps: list[Step]
+    groups: list[Any]
+
+
+@dataclass
+class Replay:
+    """One arrangement of a program's inputs.
+
+    Attributes:
+        donated: inputs whose memory nobody else sees.
+        state: for each input whether its memory is shared, and its parts.
+        arenas: for each arena the input that begins it, and how far before it.
+        temps, outputs: slots of what a call acquires.
+        parts: what the memory of slots is divided into afterwards.
+        encoded: by the memory that was acquired.
+    """
+
+    plan: MemoryPlan
+    donated: frozenset[int]
+    state: list[tuple[bool, Parts]]
+    arenas: list[tuple[int, int, int]]
+    temps: list[int]
+    outputs: list[int]
+    parts: list[tuple[int, Parts]]
+    encoded: OrderedDict[tuple[int, ...], Encoded] = field(default_factory=OrderedDict)
+
+    def fits(self, inputs: Sequence[Buffer]) -> bool:
+        """Whether nobody else sees more or less of the inputs' memory than before."""
+        for buffer, (shared, parts) in zip(inputs, self.state):
+            a = buffer.allocation
+            if a.shared is not shared or (a.parts is not parts and a.parts != parts):
+                return False
+        return True
+
+    def memory(
+        self,
+        inputs: Sequence[Buffer],
+        bundle: Bundle,
+        outputs: Sequence[Allocation],
+    ) -> list[Memory]:
+        """``(allocation, offset)`` of every slot."""
+        memory: list[Any] = [(b.allocation, b.offset) for b in inputs]
+        memory += [None] * (len(self.plan.slots) - len(inputs))
+        for slot, position, before in self.arenas:
+            first = inputs[position]
+            memory[slot] = (first.allocation, first.offset - before)
+        for slot, allocation in zip(self.temps, bundle.allocations):
+            memory[slot] = (allocation, 0)
+        for slot, allocation in zip(self.outputs, outputs):
+            memory[slot] = (allocation, 0)
+        return memory
+
+
+class Replays:
+    """The arrangements of one program, the latest last."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Any, Replay] = OrderedDict()
+
+    def find(self, inputs: Sequence[Buffer]) -> Replay | None:
+        """What is known of inputs that lie like these."""
+        found = self._known.get(tuple([b.key for b in inputs]))
+        return found if found is not None and found.fits(inputs) else None
+
+    def add(self, key: Any, replay: Replay) -> None:
+        """Remember one."""
+        self._known[key] = replay
+        while len(self._known) > KEEP:
+            self._known.pop(next(iter(self._known)), None)
+
+    def clear(self) -> None:
+        """Forget all, and the bind groups with them."""
+        self._known.clear()
