@@ -105,6 +105,7 @@ class Kernel:
     flops: int
     bytes: int
     reason: str
+    in_range: bool = False
     windows: Mapping[Stage, tuple[Stage, int]] = field(
         default_factory=dict, compare=False
     )

@@ -18,6 +18,12 @@ from .program import Kernel
 from .target import Target
 from .writer import WIDTH, Writer, contiguous
 
+#: Archetypes whose every index is in range: positions are cut off at their extents
+#: before anything is loaded, what an interval does not prove is clamped, and places in
+#: workgroup memory follow from the invocation's number.  `tests/test_index_audit.py`
+#: watches each index of them.
+IN_RANGE = frozenset({"map", "row", "contract"})
+
 BUILTINS = (
     "@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: "
     "vec3<u32>, "
@@ -245,6 +251,7 @@ def finish(
         flops=flops(layout.bodies, spaces),
         bytes=_moved(g, layout, tensors),
         reason="; ".join(dict.fromkeys(g.why)),
+        in_range=archetype in IN_RANGE,
     )
 
 

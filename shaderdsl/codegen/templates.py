@@ -186,6 +186,7 @@ def _abstract(
                 "flops": k.flops,
                 "bytes": k.bytes,
                 "reason": k.reason,
+                "in_range": k.in_range,
             }
         )
     return out
@@ -222,6 +223,7 @@ def _concrete(
             flops=k["flops"],
             bytes=k["bytes"],
             reason=k["reason"],
+            in_range=k["in_range"],
         )
         out.append(kernel)
     return out

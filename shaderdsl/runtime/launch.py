@@ -1,7 +1,8 @@
-"""The dispatches of a pass, through the driver's C functions themselves.
+"""The driver's C functions where wgpu-py's methods are slow or lack something.
 
-wgpu-py's methods cost five times as much, so they are only the way where its library
-has no such functions.  What goes wrong here is reported when the encoder finishes.
+Its methods encode a dispatch at five times the cost, so they are only the way where
+the library has no such functions.  What goes wrong is reported when an encoder
+finishes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from wgpu.backends.wgpu_native import ffi, lib
+from wgpu.backends.wgpu_native import _api, ffi, lib
 
 #: Pipeline (None: the one before), bind group, and the workgroups.
 Step = tuple[Any, Any, int, int, int]
@@ -52,3 +53,26 @@ def launch(compute: Any, steps: Sequence[Step]) -> None:
             set_pipeline(raw, pipeline)
         set_group(raw, 0, group, 0, _NULL)
         dispatch(raw, x, y, z)
+
+
+#: Whether shader modules can go without the checks that the library writes into them.
+UNCHECKED = hasattr(lib, "wgpuDeviceCreateShaderModuleTrusted")
+
+
+def unchecked_module(gpu: Any, label: str, code: str) -> Any:
+    """A shader module without checks of indices and of loops.
+
+    For texts whose indices are in range by construction alone.
+    """
+    source = _api.new_struct_p(
+        "WGPUShaderSourceWGSL *", code=_api.to_c_string_view(code)
+    )
+    source[0].chain.next = ffi.NULL
+    source[0].chain.sType = lib.WGPUSType_ShaderSourceWGSL
+    descriptor = _api.new_struct_p(
+        "WGPUShaderModuleDescriptor *",
+        nextInChain=ffi.cast("WGPUChainedStruct *", source),
+        label=_api.to_c_string_view(label),
+    )
+    create = _api.libf.wgpuDeviceCreateShaderModuleTrusted
+    return _api.GPUShaderModule(label, create(gpu._internal, descriptor, 0), gpu)

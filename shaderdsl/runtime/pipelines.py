@@ -12,6 +12,7 @@ import wgpu
 
 from ..errors import CompilerError, DeviceLostError
 from . import profiling
+from .launch import UNCHECKED, unchecked_module
 
 if TYPE_CHECKING:
     from ..codegen.program import Kernel
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 PARALLEL_FROM = 4
 
 #: What tells pipelines apart: text, access of each binding, whether parameters follow.
-Key = tuple[str, tuple[str, ...], bool]
+Key = tuple[str, tuple[str, ...], bool, bool]
 
 
 class Pipelines:
@@ -39,6 +40,10 @@ class Pipelines:
         self._layouts: dict[tuple[tuple[str, ...], bool], tuple[Any, Any]] = {}
         self._lock = threading.Lock()
         self.compiled = 0
+        #: Whether kernels whose indices are in range go without the driver's checks.
+        #: Software drivers check at no cost.
+        wanted = os.environ.get("SHADERDSL_CHECKED") != "1"
+        self.unchecked = wanted and UNCHECKED and device.target.family == "gpu"
 
     def get(self, kernels: Sequence[Kernel]) -> list[tuple[Any, Any]]:
         """``(pipeline, bind group layout)`` of each kernel; makes what is missing.
@@ -67,12 +72,12 @@ class Pipelines:
     @staticmethod
     def _key(kernel: Kernel) -> Key:
         access = tuple(binding.access for binding in kernel.bindings)
-        return kernel.code, access, bool(kernel.params)
+        return kernel.code, access, bool(kernel.params), kernel.in_range
 
     def _make(self, kernel: Kernel, key: Key, future: Future[tuple[Any, Any]]) -> None:
         try:
             group_layout, layout = self._layout(key[1], key[2])
-            module = self._gpu.create_shader_module(label=kernel.name, code=kernel.wgsl)
+            module = self._module(kernel)
             pipeline = self._gpu.create_compute_pipeline(
                 label=kernel.name,
                 layout=layout,
@@ -87,6 +92,11 @@ class Pipelines:
             self.compiled += 1
         profiling.note_compiled()
         future.set_result((pipeline, group_layout))
+
+    def _module(self, kernel: Kernel) -> Any:
+        if self.unchecked and kernel.in_range:
+            return unchecked_module(self._gpu, kernel.name, kernel.wgsl)
+        return self._gpu.create_shader_module(label=kernel.name, code=kernel.wgsl)
 
     def _refused(self, kernel: Kernel, error: Exception) -> Exception:
         text = str(error).strip()
