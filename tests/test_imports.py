@@ -34,7 +34,7 @@ LAYERS = (
     ),
     ("ops", "interop"),
     ("nn", "optim", "schedules"),
-    ("bench", "checkpoint", "data", "finetune", "trainer"),
+    ("bench", "checkpoint", "data", "finetune", "parallel", "trainer"),
     ("web",),
     ("cli", "__main__"),
 )
