@@ -19,6 +19,7 @@ from .errors import (
     AxisError,
     DifferentiationError,
     ShapeError,
+    TraceError,
 )
 from .ir import arrays as A
 from .ir import differentiate
@@ -74,7 +75,15 @@ class Compiled:
         """The arguments of a call by the names of the parameters."""
         if self._plain and not keywords and len(args) == len(self._plain):
             return dict(zip(self._plain, args))
-        bound = self._parameters.bind(*args, **keywords)
+        try:
+            bound = self._parameters.bind(*args, **keywords)
+        except TypeError as error:
+            name = getattr(self.function, "__name__", "the function")
+            raise TraceError(
+                f"{name}: {error}",
+                where=E.user_location(),
+                cure=f"its parameters are {self._parameters}",
+            ) from None
         bound.apply_defaults()
         return dict(bound.arguments)
 

@@ -391,6 +391,22 @@ def test_devices(cpu):
     assert "cpu" in caught.value.cure
 
 
+def test_wrong_arguments_of_a_compiled_function(cpu):
+    @sd.compile
+    def scaled(x, factor, shift=0.0):
+        return x * factor + shift
+
+    for call in (
+        lambda: scaled(np.ones(3)),
+        lambda: scaled(np.ones(3), 2.0, 1.0, 4.0),
+        lambda: scaled(np.ones(3), 2.0, offset=1.0),
+    ):
+        with pytest.raises(errors.TraceError, match="scaled: ") as caught:
+            call()
+        assert "test_errors.py" in caught.value.where
+        assert "(x, factor, shift=0.0)" in caught.value.cure
+
+
 def test_larger_than_the_device(device):
     with pytest.raises((LimitError, OutOfMemoryError)) as caught:
         sd.broadcast_to(sd.array(1.0) + 0.0, (1 << 20, 1 << 20)).numpy()
