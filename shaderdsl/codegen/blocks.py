@@ -84,6 +84,10 @@ def block_kernels(loop: Loop, target: Target, plan: Planner) -> list[Kernel]:
                 windows[body.sums[s]] = given, 0
             start = 0 if summed else first * (s.size // loop.count)
             windows[body.stages[s]] = given, start
+        for t, (home, at) in program.places.items():  # rows that overwrite others
+            if t not in windows:
+                whole, start = windows.get(home, (home, 0))
+                windows[t] = whole, start + at
         for k in program.kernels:
             seen = {*(b.tensor for b in k.bindings), *k.members, *k.writes}
             seen |= {n.data for s in k.members for n in s.loads}

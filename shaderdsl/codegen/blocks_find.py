@@ -25,7 +25,7 @@ from .target import Target
 
 #: A block takes this share of the product, and this share of `Target.block_from` at
 #: least.
-SHARE, LEAST = 16, 8
+SHARE, LEAST = 8, 8
 #: Blocks of more rows are multiples of these: whole tiles of a contraction.
 TILES = (64, 8)
 

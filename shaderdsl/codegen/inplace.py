@@ -7,6 +7,7 @@ ones elsewhere. Where nobody needs the old array any more, only the slice is wri
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from ..ir import expr as E
 from ..ir.expr import Expr
@@ -19,11 +20,11 @@ from .schedule import kernel_bodies
 from .slices import Slice, find_slices
 
 
-def write_in_place(a: Arrangement, sums: bool = False) -> None:
+def write_in_place(a: Arrangement, block: bool = False) -> None:
     """Give results the memory of an operand that nobody reads afterwards.
 
     Args:
-        sums: rows that add to an operand overwrite it too.
+        block: in a loop over blocks, rows that add to an operand or replace one too.
     """
     for g in a.partition.groups:
         if not a.untouched(g):
@@ -31,8 +32,10 @@ def write_in_place(a: Arrangement, sums: bool = False) -> None:
         if g.kind == "map":
             if not _update_slices(g, a):
                 _overwrite(g, a)
-        elif g.kind == "contract" or (sums and g.kind == "row"):
+        elif g.kind == "contract" or (block and g.kind == "row"):
             _overwrite(g, a)
+        if block:
+            _overwrite_rows(g, a)
 
 
 def _update_slices(g: Group, a: Arrangement) -> bool:
@@ -156,3 +159,45 @@ def _overwrite(g: Group, a: Arrangement) -> None:
                     f"{m.stage.name} {list(m.stage.shape)} overwrites {base.name}"
                 )
                 break
+
+
+def _overwrite_rows(g: Group, a: Arrangement) -> None:
+    """Store rows over the rows that they are computed from: the kernel of a row reads
+    all of it before it writes any of it.
+    """
+    if g.kind != "row" or any(m.role == "column" for m in g.members):
+        return
+    bodies = kernel_bodies(g)
+    loads = E.loads(*bodies.values())
+    for m in g.stored:
+        if m.role != "map" or m.stage in a.outs or m.stage in g.targets:
+            continue
+        if math.prod(m.space) != math.prod(g.space) or m.stage.dtype != "f32":
+            continue
+        own = g.own_load(m).args
+        for base in dict.fromkeys(n.data for n in E.loads(bodies[m])):
+            if base.kind == "input" or base.shape != m.stage.shape:
+                continue
+            if not all(_same_row(g, own, n) for n in loads if n.data is base):
+                continue
+            # What is written last must not read what others have written by then.
+            last = [bodies[x] for x in g.stored if x.role == "map" and _wide(g, x)]
+            if not all(_same_place(g, m, n) for n in E.loads(*last) if n.data is base):
+                continue
+            if _may_take(base, m.stage, g, a):
+                g.targets[m.stage] = (base, own)
+                a.place(m.stage, base)
+                a.log.append(f"rows of {m.stage.name} overwrite those of {base.name}")
+                break
+
+
+def _wide(g: Group, m: Member) -> bool:
+    return any(q >= len(g.rows) for q in g.axes[m])
+
+
+def _same_row(g: Group, own: Sequence[Expr], load: Expr) -> bool:
+    """Whether a load stays within the row that is stored at these indices."""
+    lanes = sum(1 << q for q in range(len(g.rows), len(g.space)))
+    return all(
+        bool(i.free & lanes) or i is n for i, n in zip(own, load.args, strict=True)
+    )

@@ -135,7 +135,7 @@ def arrange(
     arrangement = Arrangement(partition, target, inputs, outs, donated)
     if not block:
         merge_updates(arrangement)
-    write_in_place(arrangement, sums=block)
+    write_in_place(arrangement, block)
     join_contractions(arrangement, target)
     merge_siblings(arrangement, target)
     return arrangement

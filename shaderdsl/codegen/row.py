@@ -172,7 +172,7 @@ class _Row:
             if self.vector is not None and not contiguous(
                 visible(self.layout, self.layout.stores[m]), self.vector
             ):
-                self.w.plain.add(m.stage)
+                self.w.plain.add(g.target(m)[0])
 
     def _levels(self) -> dict[Member, int]:
         """The phase of each reduction: one after the last that it reads."""
@@ -276,12 +276,18 @@ class _Row:
             reds = [m for m in self.reductions if self.levels[m] == phase]
             tail = phase == last + 1
             wide = [m for m in self.maps if self._wide(m)] if tail else []
+            narrow = [m for m in self.maps if m not in wide] if tail else []
+            read = {n.data for n in self.layout.addresses}
+            values = []
+            if any(self.g.target(m)[0] in read for m in wide):
+                # The row is overwritten once all have read what they want of it.
+                values = [w.value(self.bodies[m]) for m in narrow]
+                w.line("storageBarrier();", 1)
             if reds or wide or (tail and self.columns):
                 self._walk(reds, wide, self.columns if tail else [])
-            if tail:
-                for m in self.maps:
-                    if not self._wide(m):
-                        self._store_narrow(m, w.value(self.bodies[m]))
+            values = values or [w.value(self.bodies[m]) for m in narrow]
+            for m, value in zip(narrow, values, strict=True):
+                self._store_narrow(m, value)
 
     def _wide(self, m: Member) -> bool:
         """Whether a map has an element for each lane, and not one a row."""
@@ -414,7 +420,7 @@ class _Row:
         mark = len(w.blocks[-1])
         for m, v in values:
             w.store(
-                m.stage,
+                self.g.target(m)[0],
                 visible(self.layout, self.layout.stores[m]),
                 v,
                 self.bodies[m].dtype,
@@ -430,8 +436,9 @@ class _Row:
         w = self.w
         mark = len(w.blocks[1])
         form = visible(self.layout, self.layout.stores[m])
-        w.plain.add(m.stage)
-        w.store(m.stage, form, value, m.body.dtype, False)
+        tensor = self.g.target(m)[0]
+        w.plain.add(tensor)
+        w.store(tensor, form, value, m.body.dtype, False)
         condition = " && ".join(
             x
             for x in (

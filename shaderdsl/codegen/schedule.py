@@ -141,6 +141,8 @@ def make_writer(g: Group, layout: Layout, target: Target, vector: int | None) ->
     """A writer that knows the addresses, and which tensors cannot be bound as vec4."""
     w = Writer(g.space, target, vector)
     hidden = {a for loop in layout.loops for group in loop for a in group[:-1]}
+    wide: set[Stage] = set()
+    alone: set[Stage] = set()
     for n, f in layout.addresses.items():
         w.addresses[n] = Address(
             tuple(
@@ -150,9 +152,15 @@ def make_writer(g: Group, layout: Layout, target: Target, vector: int | None) ->
             ),
             f.const,
         )
-        touches = vector is not None and n.free >> vector & 1
-        if not (touches and contiguous(w.addresses[n], vector)):
+        if vector is None or not n.free >> vector & 1:
+            alone.add(n.data)
+        elif contiguous(w.addresses[n], vector):
+            wide.add(n.data)
+        else:
             w.plain.add(n.data)
+    # A single element of what is read in vec4s, such as a row's label, is part of one.
+    w.parts = (alone & wide) - w.plain
+    w.plain |= alone - wide
     return w
 
 

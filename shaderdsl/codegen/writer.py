@@ -89,6 +89,8 @@ class Writer:
         self.shared: list[str] = []
         self.addresses: dict[Expr, Address] = {}
         self.plain: set[Tensor] = set()
+        # Tensors bound as vec4 of which single elements are read too.
+        self.parts: set[Stage] = set()
         self.uses_subgroups = False
         # Whether the last vec4 along the vector axis reaches beyond its end: elements
         # there repeat the last one.
@@ -323,6 +325,11 @@ class Writer:
             form = self.addresses[n] = load_address(n, self.space)
         vector = self.is_vector(n)
         as_vector = vector and self._whole(stage, form)
+        if not vector and stage in self.parts and stage not in self.plain:
+            buffer = self.binding(stage, True, False, n.label)
+            at = self.let(self.address(form), level, "a")
+            text = self._widen(stage, f"{buffer}[{at} >> 2u]", True)
+            return self.let(f"{text}[{at} & 3u]", level, "x")
         buffer = self.binding(stage, as_vector, False, n.label)
         if as_vector:
             text = self._widen(stage, f"{buffer}[{self.address(form, WIDTH)}]", True)
