@@ -18,6 +18,7 @@ from .inplace import write_in_place
 from .joint import join_contractions
 from .map import map_kernels
 from .online import online_kernels
+from .online_groups import sums_by_group
 from .online_points import points_kernels
 from .online_steps import sums_in_steps
 from .partition import Group, Partition
@@ -46,7 +47,8 @@ SCHEDULES: dict[str, Callable[[Group, Target], list[Kernel]]] = {
 
 def in_stages(outs: Sequence[Stage], target: Target) -> list[Stage]:
     """The same outputs, with what one kernel could not do well in several stages."""
-    return split_long(sums_in_steps(outs, target), target)
+    outs = sums_by_group(sums_in_steps(outs, target), target)
+    return split_long(outs, target)
 
 
 def lower(

@@ -25,6 +25,7 @@ from .online_runs import (
     soft_maps,
     split_run,
 )
+from .online_scores import store_scores
 from .target import Target
 
 
@@ -49,6 +50,7 @@ class Found:
         inner: the same as the chains' bodies see them.
         points: sums that compute products at places of their own.
         crowded: how many would bind too many arrays.
+        scores: maps of products that a chain stores, and outside of what they are 0.
         log: what was not taken, and why.
     """
 
@@ -60,6 +62,7 @@ class Found:
     log: list[str] = field(default_factory=list)
     points: list[Points] = field(default_factory=list)
     crowded: int = 0
+    scores: dict[Stage, list[Expr]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         kernels: list[Chain | Points] = [*self.chains, *self.points]
@@ -262,6 +265,11 @@ def _find(
         none.log.append(f"{s.name} {list(s.shape)} is not part of one pass: {reason}")
     if not chains:
         return none
+    scores, freed = store_scores(
+        chains, order, soft, inner, products, outs, target, _budget(order, target)
+    )
+    runs = [r for r in runs if r.stage not in freed]
+    readers = {x: [s for s in all_ if s not in freed] for x, all_ in readers.items()}
     hosted = {r.stage for c in chains for r in c.runs}
     for run in runs:
         apart = as_points(run.member, products, target)
@@ -279,9 +287,21 @@ def _find(
     for s in order:
         if s in soft and any(n.data in virtual or n.data in gone for n in s.loads):
             gone.add(s)
-    final = anchors - (gone - outs)
+    final = anchors - (gone - outs) | set(scores)
+    for s in scores:
+        log.append(f"{s.name} {list(s.shape)} is stored: two kernels need it")
     kept = {x: products[x] for x in used}
-    return Found(final, inner, chains, kept, virtual, log, points, none.crowded)
+    return Found(final, inner, chains, kept, virtual, log, points, none.crowded, scores)
+
+
+def _budget(order: Sequence[Stage], target: Target) -> int:
+    """Bytes of scores that may be stored: a quarter of the graph, or as set."""
+    if target.scores is not None:
+        return target.scores
+    made = set(order)
+    inputs = {n.data for s in order for n in s.loads} - made
+    read = {n.data for s in order for n in s.loads}
+    return sum(s.nbytes for s in inputs | (made - read)) // 4
 
 
 def _never_stored(

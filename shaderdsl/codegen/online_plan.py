@@ -14,7 +14,14 @@ from ..ir.stage import Stage, product
 from .address import Address
 from .contract_plan import Copies
 from .member import Member
-from .online_runs import Run, maximum_of, parts_of, split_run
+from .online_runs import (
+    Run,
+    conjuncts,
+    maximum_of,
+    parts_of,
+    split_run,
+    zero_guards,
+)
 from .partition import Group
 from .schedule import Layout, kernel_bodies, lay_out, visible
 from .target import Target
@@ -69,6 +76,7 @@ class Online:
     score: Expr | None  # what the maximum is taken of
     sums: list[Sum]
     epilogue: dict[Member, Expr]
+    maps: dict[Member, Expr]  # values of single scores that are stored
     layout: Layout
     row: int
     line: int
@@ -123,23 +131,30 @@ def analyse(g: Group, target: Target) -> Online:
         )
     maximum = next((m for m in online if m.stage.monoid == "max"), None)
     sums, guards = [], None
+    maps = {m: bodies[m] for m in online if m.stage.kind == "map"}
     for m in online:
         if m in summed:
             continue
         if m is maximum:
             found = _identity_guards(bodies[m])
+        elif m in maps:
+            found = zero_guards(bodies[m])
         else:
             sums.append(_sum(g, m, stages, maximum))
             found = sums[-1].guards
         guards = found if guards is None else [c for c in guards if c in found]
     every = kernel_bodies(g)
-    epilogue = {m: g.own_load(m) if m.role == "online" else every[m] for m in g.stored}
+    epilogue = {
+        m: g.own_load(m) if m.role == "online" else every[m]
+        for m in g.stored
+        if m not in maps
+    }
     lanes = range(line + 1, len(g.space))
     apart = {p.inner for p in products} | {s.column for s in sums}
     outer = [a for a in lanes if a not in apart]
     roots = [x for p in products for x in (p.near, p.far)]
     roots += [x for s in sums for x in (s.value, s.weight, s.outer)]
-    roots += guards or []
+    roots += [*(guards or []), *maps.values()]
     score = bodies[maximum] if maximum is not None else None
     roots += [score] if score is not None else []
     layout = lay_out(g, epilogue, [range(row)], roots)
@@ -151,6 +166,7 @@ def analyse(g: Group, target: Target) -> Online:
         score,
         sums,
         epilogue,
+        maps,
         layout,
         row,
         line,
@@ -204,35 +220,13 @@ def _sum(g: Group, m: Member, products: set[Stage], maximum: Member | None) -> S
 # ------------------------------------------------------------------ what may be skipped
 
 
-def zero_guards(e: Expr) -> list[Expr]:
-    """Conditions of which each one's failure makes a value 0."""
-    if e.kind != "apply":
-        return []
-    if e.data == "where" and e.args[2].kind == "const" and e.args[2].data == 0:
-        return [*_conjuncts(e.args[0]), *zero_guards(e.args[1])]
-    if e.data in ("add", "sub"):
-        right = zero_guards(e.args[1])
-        return [c for c in zero_guards(e.args[0]) if c in right]
-    if e.data in ("mul", "mulz"):
-        return [*zero_guards(e.args[0]), *zero_guards(e.args[1])]
-    if e.data in ("neg", "div"):
-        return zero_guards(e.args[0])
-    return []
-
-
 def _identity_guards(e: Expr) -> list[Expr]:
     """Conditions of which each one's failure makes a score -∞."""
     if e.kind != "apply" or e.data != "where" or e.args[2].kind != "const":
         return []
     if e.args[2].data != -math.inf:
         return []
-    return [*_conjuncts(e.args[0]), *_identity_guards(e.args[1])]
-
-
-def _conjuncts(c: Expr) -> list[Expr]:
-    if c.kind == "apply" and c.data == "and":
-        return [*_conjuncts(c.args[0]), *_conjuncts(c.args[1])]
-    return [c]
+    return [*conjuncts(e.args[0]), *_identity_guards(e.args[1])]
 
 
 def line_bounds(o: Online) -> tuple[list[tuple[Expr, int]], list[tuple[Expr, int]]]:

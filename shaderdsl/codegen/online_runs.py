@@ -246,3 +246,29 @@ def maximum_of(e: Expr) -> Expr | None:
         else:
             return None
     return e if e.kind == "load" and e.data.kind == "reduce" else None
+
+
+# ------------------------------------------------------------------ conditions
+
+
+def zero_guards(e: Expr) -> list[Expr]:
+    """Conditions of which each one's failure makes a value 0."""
+    if e.kind != "apply":
+        return []
+    if e.data == "where" and e.args[2].kind == "const" and e.args[2].data == 0:
+        return [*conjuncts(e.args[0]), *zero_guards(e.args[1])]
+    if e.data in ("add", "sub"):
+        right = zero_guards(e.args[1])
+        return [c for c in zero_guards(e.args[0]) if c in right]
+    if e.data in ("mul", "mulz"):
+        return [*zero_guards(e.args[0]), *zero_guards(e.args[1])]
+    if e.data in ("neg", "div"):
+        return zero_guards(e.args[0])
+    return []
+
+
+def conjuncts(c: Expr) -> list[Expr]:
+    """Conditions that hold together where one holds."""
+    if c.kind == "apply" and c.data == "and":
+        return [*conjuncts(c.args[0]), *conjuncts(c.args[1])]
+    return [c]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from ..ir import expr as E
 from ..ir.expr import Expr
 from .contract_tile import XYZW, plus
+from .member import Member
 from .online_plan import Online, Sum, is_one, plain_tensors, steps_of
 from .online_stream_parts import (
     LOG2E,
@@ -82,14 +83,15 @@ class Streaming(Tile):
         if self.o.score is not None:
             done = set(range(len(self.o.products)))
             out += [("product", i) for i in sorted(done)]
-        scalars = {i for s in self.scalars for i in need([s.value])}
+        others = [*(s.value for s in self.scalars), *self.o.maps.values()]
+        late = {i for e in others for i in need([e])}
         sums = sorted(
             range(len(self.matrices)), key=lambda i: len(need([self.matrices[i].value]))
         )
         for i in sums:
             wanted = set(need([self.matrices[i].value]))
             if i == sums[-1]:
-                wanted |= scalars
+                wanted |= late
             out += [("product", p) for p in sorted(wanted - done)]
             done |= wanted
             out.append(("sum", i))
@@ -162,7 +164,7 @@ class Streaming(Tile):
         """What is computed of single scores."""
         o = self.o
         out = [s.value for s in o.sums] + [e for x in self.extra for e in x]
-        out += [e for x in self.shared for e in x]
+        out += [*(e for x in self.shared for e in x), *o.maps.values()]
         return out + ([o.score] if o.score is not None else [])
 
     def warm_rows(self) -> None:
@@ -422,8 +424,12 @@ class Streaming(Tile):
             w.blocks[-1] += [f"var {n}: vec4<f32>;" for line in out for n in line]
             scalars = self.scalars if i == self.order[-1][1] else []
 
+            maps = self.o.maps if i == self.order[-1][1] else {}
+
             def each(whole: bool) -> None:
                 self.single(s, out, whole)
+                for m, body in maps.items():
+                    self.store_map(m, body, whole)
                 for k, x in enumerate(scalars):
                     names = [
                         [f"u{k}g{g}j{j}" for j in range(self.t.tl)]
@@ -446,6 +452,36 @@ class Streaming(Tile):
                 for row in out:
                     row[j] = w.let(f"{row[j]} * {r}", 2, "p")
         return out
+
+    def store_map(self, m: Member, body: Expr, whole: bool) -> None:
+        """Store a value of each score, four neighbouring rows at a time."""
+        w, o, t = self.w, self.o, self.t
+        tensor = o.group.target(m)[0]
+        if whole:
+            body = without(body, self.guards.sure)
+        ends = o.extent(o.row) % t.rows != 0
+        depth = len(w.blocks) - 1
+        for g in range(self.groups):
+            at = w.let(plus("top / 4u + ty", g * t.ty), depth, "r")
+            row = self.axes.at(o.row, at, depth, True)
+            for j, line in enumerate(self.places):
+                lanes = [
+                    self.axes.value(body, {**self.own[g * WIDTH + e], **line})
+                    for e in range(WIDTH)
+                ]
+                v = w.let(f"vec4<f32>({', '.join(lanes)})", depth, "p")
+                w.vector = row[o.row]
+                form = self.axes.move(o.store(m), {**row, **line})
+                w.open()
+                w.store(tensor, form, v, "f32", True)
+                stores = w.close()
+                w.vector = None
+                asked = [f"{at} < {self.row_end} / 4u"] if ends else []
+                if not whole and self.inside[j] is not None:
+                    asked.append(str(self.inside[j]))
+                if asked:
+                    stores = [f"if ({' && '.join(asked)}) {{", *indent(stores), "}"]
+                w.blocks[-1] += stores
 
     def single(self, s: Sum, names: list[list[str]], whole: bool) -> None:
         """Values of a sum without a maximum, into registers."""

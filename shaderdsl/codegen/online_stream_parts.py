@@ -10,6 +10,7 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from .contract_tile import XYZW
 from .online_plan import Online, Sum, line_bounds, steps_of
+from .online_runs import conjuncts
 from .writer import WIDTH
 
 if TYPE_CHECKING:
@@ -211,13 +212,6 @@ def without(e: Expr, sure: set[Expr]) -> Expr:
     return E.rewrite(e, leaf)
 
 
-def conjuncts(c: Expr) -> list[Expr]:
-    """Conditions that hold together where one holds."""
-    if c.kind == "apply" and c.data == "and":
-        return [*conjuncts(c.args[0]), *conjuncts(c.args[1])]
-    return [c]
-
-
 def peeled(e: Expr, other: float) -> tuple[Expr, set[Expr]]:
     """The value inside of ``where(c, value, other)``, and all such conditions."""
     conditions: set[Expr] = set()
@@ -288,7 +282,8 @@ def gentle(o: Online) -> Online:
         return None if e is None else E.rewrite(e, leaf)
 
     sums = [replace(s, value=soft(s.value), power=soft(s.power)) for s in o.sums]
-    return replace(o, sums=sums, score=soft(o.score))
+    maps = {m: soft(e) for m, e in o.maps.items()}
+    return replace(o, sums=sums, score=soft(o.score), maps=maps)
 
 
 def loads_of(o: Online, roots: Sequence[Expr]) -> list[Expr]:

@@ -29,6 +29,7 @@ from .member import (
 from .online_chain import Chain
 from .online_find import find_chains
 from .online_readers import Points
+from .online_scores import guarded
 from .scan_form import scan_parts
 from .slices import find_slices
 from .target import Target
@@ -266,7 +267,7 @@ class Partition:
                 members.append(Member(s, E.const(0), s.kind, (), (), tuple(s.loads)))
                 continue
             assert s.body is not None
-            body = inliner.body(s.body, s.space)
+            body = guarded(inliner.body(s.body, s.space), self.online.scores)
             if len({n.data for n in E.loads(body)}) > self.limit - 1:
                 body = self._shorten(s, body, members)
             members.append(make_member(s, body))

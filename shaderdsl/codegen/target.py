@@ -66,6 +66,8 @@ class Target:
         online: whether products of products run in one pass (attention); without, each
             stage is a kernel of its own, which is what tests compare with.
         online_from: bytes of scores from which they are computed again and not stored.
+        scores: bytes that the gradient of scores may take where it saves products; a
+            quarter of what a graph takes and gives if None.
         tuned: choices that were measured here to be the fastest, by kernel.
         choice: what decides for the schedules of one kernel; the cost model if absent.
         block_from: bytes of a product from which it is worked through in blocks of rows
@@ -80,6 +82,7 @@ class Target:
     enable_subgroups_directive: bool = False
     online: bool = True
     online_from: int = 0
+    scores: int | None = None
     tuned: Tuned = field(default_factory=Tuned, compare=False, repr=False)
     choice: Decider | None = None
     block_from: int = 32 << 20

@@ -1,0 +1,144 @@
+"""Values of single scores that one chain stores for another kernel.
+
+The gradients of queries and of keys both need ``dS = f(S, dP)``: one kernel sums it
+over queries, the other over keys. Computing it in both takes seven products; where
+memory allows, the kernel of the keys writes dS down and the gradient of the queries
+is a plain product of five. Tiles that the masks prove empty are neither written nor
+read: a reader asks the same conditions again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..ir import expr as E
+from ..ir.expr import Expr
+from ..ir.stage import Stage
+from .member import Inliner, Member, anchor_axes, make_member
+from .online_runs import Run, zero_guards
+from .target import Target
+from .writer import WIDTH
+
+if TYPE_CHECKING:
+    from .online_find import Chain
+
+#: What the schedule of streams takes, whatever the limits of a device.
+_ROWS, _DEPTH, _WIDEST = 64, 16, 128
+
+
+def store_scores(
+    chains: list[Chain],
+    order: Sequence[Stage],
+    soft: set[Stage],
+    inner: set[Stage],
+    products: dict[Stage, Member],
+    outs: set[Stage],
+    target: Target,
+    budget: int,
+) -> tuple[dict[Stage, list[Expr]], set[Stage]]:
+    """Let chains store maps that other chains would compute again.
+
+    Returns:
+        the maps, with the conditions outside of which they are 0 (and not written);
+        and the sums that are no runs any more, whose chains are gone.
+    """
+    stored: dict[Stage, list[Expr]] = {}
+    freed: set[Stage] = set()
+    if target.family != "gpu" or len(chains) < 2:
+        return stored, freed
+    most = min(budget, target.limits.max_binding_bytes)
+    for s in order:
+        if s not in soft or s in outs or s.kind != "map" or s.dtype != "f32":
+            continue
+        if s.nbytes > most or any(len(g) != 1 for g in s.groups):
+            continue
+        users = [t for t in order if any(n.data is s for n in t.loads)]
+        using = [c for c in chains if any(r.stage in users for r in c.runs)]
+        hosted = {r.stage for c in using for r in c.runs}
+        if len(using) != 2 or not set(users) <= hosted:
+            continue
+        run = _as_map(s, inner, products)
+        if run is None:
+            continue
+        for host, other in (using, using[::-1]):
+            if _reads_nothing_else(other, s, inner, products) and _takes(
+                host, run, products, target
+            ):
+                host.runs.append(run)
+                chains.remove(other)
+                freed |= {r.stage for r in other.runs}
+                stored[s] = _conditions(run.member)
+                most -= s.nbytes
+                break
+    return stored, freed
+
+
+def _as_map(s: Stage, inner: set[Stage], products: dict[Stage, Member]) -> Run | None:
+    assert s.body is not None
+    member = make_member(s, Inliner(inner).body(s.body, s.space))
+    places: dict[Stage, dict[int, int]] = {}
+    for n in member.loads:
+        if n.data in products:
+            axes = anchor_axes(n, member.space)
+            if axes is None or set(axes) != set(member.out):
+                return None
+            place = dict(zip(products[n.data].out, axes, strict=True))
+            if places.setdefault(n.data, place) != place:
+                return None
+    return Run(member, places, None) if places else None
+
+
+def _reads_nothing_else(
+    c: Chain, s: Stage, inner: set[Stage], products: dict[Stage, Member]
+) -> bool:
+    """Whether a chain needs its products for a map alone."""
+    inliner = Inliner(inner | {s})
+    for r in c.runs:
+        assert r.stage.body is not None
+        body = inliner.body(r.stage.body, r.stage.space)
+        if any(n.data in products for n in E.loads(body)):
+            return False
+    return c.maximum is None
+
+
+def _takes(c: Chain, run: Run, products: dict[Stage, Member], target: Target) -> bool:
+    """Whether a chain can store a map: four neighbours of its rows at a time."""
+    symbols = c.symbols(run)
+    if c.maximum is not None or symbols is None or not set(run.places) <= set(c.places):
+        return False
+    last = run.member.out[-1]
+    if symbols[last] != c.row or run.member.space[last] % WIDTH:
+        return False
+    inside = {r.stage for r in c.runs} | set(c.places)
+    loads = {n.data for r in (*c.runs, run) for n in r.member.loads}
+    loads |= {n.data for x in c.places for n in products[x].loads}
+    sums = sum(1 for r in c.runs if r.column is not None)
+    if len(loads - inside) + sums + 1 > target.limits.max_storage_buffers:
+        return False
+    inner = [products[x].space[products[x].red[0]] for x in c.places]
+    wide = [r.member.space[r.column] for r in c.runs if r.column is not None]
+    return (
+        min(c.extents[c.row], c.extents[c.line]) >= _ROWS
+        and not any(n % _DEPTH or n > _WIDEST for n in inner)
+        and all(n <= _WIDEST for n in wide)
+    )
+
+
+def _conditions(m: Member) -> list[Expr]:
+    return [c for c in zero_guards(m.body) if c.data in ("lt", "le", "eq")]
+
+
+def guarded(body: Expr, stored: dict[Stage, list[Expr]]) -> Expr:
+    """A body that does not look at what was never written."""
+    if not any(n.data in stored for n in E.loads(body)):
+        return body
+
+    def leaf(n: Expr, args: tuple[Expr, ...]) -> Expr:
+        n = E.rebuild(n, args) if n.args else n
+        if n.kind == "load" and n.data in stored:
+            place = {g[0]: i for g, i in zip(n.data.groups, n.args, strict=True)}
+            return E.guard([E.substitute(c, place) for c in stored[n.data]], n)
+        return n
+
+    return E.rewrite(body, leaf)
