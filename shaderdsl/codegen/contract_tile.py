@@ -47,8 +47,13 @@ class Tile:
             w.extent(q for g in c.n for q in g),
         )
 
-    def decode(self) -> None:
-        """Names ``tile_n``, ``tile_m``, ``piece`` and the batch axes."""
+    def decode(self, backwards: int = 0) -> None:
+        """Names ``tile_n``, ``tile_m``, ``piece`` and the batch axes.
+
+        Args:
+            backwards: where later rows take longer, the rows of a tile: tiles then
+                come from the last rows on, those of all batches together.
+        """
         c, w = self.c, self.w
         w.line(f"let tile = {self.number or FLAT};")
         if self.number is None:
@@ -58,9 +63,20 @@ class Tile:
             w.param(("across",), self.across, stem="across"),
             w.param(("down",), self.down, stem="down"),
         )
-        w.line(f"let tile_n = tile % {across};")
-        w.line(f"let tile_m = tile / {across} % {down};")
-        batch = w.let(f"tile / {across} / {down}", 0, "b")
+        if backwards:
+            many = w.param(("batches",), self.count // self.across // self.down)
+            run = self.c.group.space[c.m[-1][-1]] if len(c.m) > 1 else c.sizes[1]
+            tiles = w.param(("run",), -(-run // backwards), stem="run")
+            runs = w.param(("runs",), c.sizes[1] // run, stem="runs")
+            w.line(f"let tile_n = tile / {many} % {across};")
+            w.line(f"let order = tile / {many} / {across};")
+            back = f"{tiles} - 1u - order / {runs}"
+            w.line(f"let tile_m = order % {runs} * {tiles} + ({back});")
+            batch = w.let(f"tile % {many}", 0, "b")
+        else:
+            w.line(f"let tile_n = tile % {across};")
+            w.line(f"let tile_m = tile / {across} % {down};")
+            batch = w.let(f"tile / {across} / {down}", 0, "b")
         if self.splits > 1:
             splits = w.param(("splits",), self.splits, stem="splits")
             w.line(f"let piece = {batch} % {splits};")

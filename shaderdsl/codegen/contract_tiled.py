@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..ir import expr as E
 from .contract_plan import Contraction, Factor, Pass, inner_axis, plain_tensors
+from .contract_seen import asked_later, seen
 from .contract_shapes import Shape
 from .contract_split import Pieces
 from .contract_tile import XYZW, Tile, plus
@@ -55,6 +56,7 @@ class _Share:
     """What a thread brings of one factor, and where each piece lies in the tile."""
 
     factor: E.Expr
+    asked: E.Expr | None  # where it is 0 instead, asked when it is kept
     mode: str  # "x" along the outer axis, "k", or one by one
     axis: int | None
     width: int  # vec4s of a row of workgroup memory
@@ -89,9 +91,12 @@ class Tiled(Tile):
     def begin(self) -> None:
         """Which tile, and which part of it."""
         w, s = self.w, self.shape
-        self.decode()
+        self.seen = seen(self.c, s.bm, s.bn)
+        # The longest tiles first, so that none is left for the end.
+        self.decode(s.bm if self.seen.grows else 0)
         w.line(f"let m0 = tile_m * {s.bm}u;")
         w.line(f"let n0 = tile_n * {s.bn}u;")
+        self.firsts, self.ends = self.seen.texts(self)
         w.line("let column = (lane & 1u) | ((lane >> 1u) & 6u);")
         w.line("let row = ((lane >> 1u) & 1u) | ((lane >> 3u) & 2u);")
         warps = self.tx // 8
@@ -196,8 +201,10 @@ class Tiled(Tile):
                 at = w.let(f"min({prefix} + {o}, {stop} - 1u)", depth, "o")
                 known[o] = self.placed(outer, at, mode == "x", depth)
             copies.append(known[o])
+        factor, asked = asked_later(f.expr)
         return _Share(
-            f.expr,
+            factor,
+            asked,
             mode,
             axis,
             width,
@@ -208,52 +215,62 @@ class Tiled(Tile):
             total,
         )
 
-    def fetch(
-        self, x: _Share, p: Pass, exact: bool, chunk: str, stop: str, depth: int
-    ) -> None:
+    def fetch(self, x: _Share, p: Pass, exact: bool, chunk: str, depth: int) -> None:
         """Bring a thread's share of a chunk of k into its registers."""
         w = self.w
         known: dict[str, dict[int, int]] = {}
-        inside: dict[str, str] = {}
         k_end = w.extent([q for g in p.k for q in g])
+        limit = f"{k_end} / {WIDTH}u" if x.mode == "k" else k_end
         for (_, k), own, name in zip(x.places, x.copies, x.names, strict=True):
             if k not in known:
-                at = w.let(
-                    f"{chunk} / {WIDTH}u + {k}" if x.mode == "k" else f"{chunk} + {k}",
-                    depth,
-                    "k",
-                )
-                limit = f"{k_end} / {WIDTH}u" if x.mode == "k" else k_end
+                at = w.let(self.position(x, chunk, k), depth, "k")
                 if not exact:
-                    inside[k] = w.let(
-                        f"{at} < {stop}{f' / {WIDTH}u' if x.mode == 'k' else ''}",
-                        depth,
-                        "b",
-                    )
                     at = w.let(f"min({at}, {limit} - 1u)", depth, "k")
                 known[k] = self.placed(p.k, at, x.mode == "k", depth)
             value = self.read(x.factor, {**own, **known[k]}, x.axis)
-            if not exact:
-                zero = "vec4<f32>(0.0)" if x.mode else "0.0"
-                value = f"select({zero}, {value}, {inside[k]})"
             w.line(f"{name} = {value};", depth)
 
-    def keep(self, x: _Share) -> list[str]:
-        """Lines that store a thread's share to workgroup memory."""
+    def position(self, x: _Share, chunk: str, k: str) -> str:
+        """A position of k in a chunk, in vec4s if the share lies along k."""
+        return f"{chunk} / {WIDTH}u + {k}" if x.mode == "k" else f"{chunk} + {k}"
+
+    def keep(self, x: _Share, p: Pass, exact: bool, stop: str, depth: int) -> None:
+        """Store a thread's share to workgroup memory, 0 where it does not count.
+
+        What counts is asked here: to ask when a word is fetched means to wait for it.
+        """
+        w = self.w
+        known: dict[str, dict[int, int]] = {}
+        inside: dict[str, str] = {}
+        end = f"{stop} / {WIDTH}u" if x.mode == "k" else stop
+        zero = "vec4<f32>(0.0)" if x.mode else "0.0"
         out = []
-        for (o, k), name in zip(x.places, x.names, strict=True):
+        for (o, k), own, name in zip(x.places, x.copies, x.names, strict=True):
+            if k not in known and (x.asked is not None or not exact):
+                at = w.let(self.position(x, "chunk", k), depth, "k")
+                known[k] = self.placed(p.k, at, x.mode == "k", depth)
+                if not exact:
+                    inside[k] = w.let(f"{at} < {end}", depth, "b")
+            value = name
+            if x.asked is not None:
+                yes = self.read(x.asked, {**own, **known[k]}, x.axis)
+                value = w.let(f"select({zero}, {value}, {yes})", depth, "x")
+            if not exact:
+                value = w.let(f"select({zero}, {value}, {inside[k]})", depth, "x")
             if x.mode == "x":
-                out.append(f"{x.array}[({k}) * {x.width}u + {o}] = {name};")
+                out.append(f"{x.array}[({k}) * {x.width}u + {o}] = {value};")
             elif x.mode == "k":
                 for e in range(WIDTH):
                     at = f"(({k}) * {WIDTH}u + {e}u) * {x.width}u + ({o}) / {WIDTH}u"
-                    out.append(f"{x.array}[{at}][({o}) % {WIDTH}u] = {name}.{XYZW[e]};")
+                    out.append(
+                        f"{x.array}[{at}][({o}) % {WIDTH}u] = {value}.{XYZW[e]};"
+                    )
             else:
                 at = f"({k}) * {x.width}u + ({o}) / {WIDTH}u"
-                out.append(f"{x.array}[{at}][({o}) % {WIDTH}u] = {name};")
+                out.append(f"{x.array}[{at}][({o}) % {WIDTH}u] = {value};")
         if x.total < self.shape.size:
-            return [f"if (lane < {x.total}u) {{", *indent(out), "}"]
-        return out
+            out = [f"if (lane < {x.total}u) {{", *indent(out), "}"]
+        w.blocks[depth] += out
 
     # -------------------------------------------------------------- the sum
 
@@ -284,25 +301,28 @@ class Tiled(Tile):
         length = math.ceil(math.ceil(p.extent / self.splits) / s.bk) * s.bk
         # Without remainder and empty pieces nothing needs to be cut off.
         exact = p.extent % s.bk == 0 and (self.splits - 1) * length < p.extent
-        start, stop = self.piece(p, length, 1, depth)
+        start, stop = self.needed(*self.piece(p, length, 1, depth))
+        first = start
+        if self.firsts or self.ends:  # fetched even where nothing is needed
+            first = w.let(f"min({start}, max({stop}, {s.bk}u) - {s.bk}u)", depth, "s")
         shares = self.shares(p, depth)
         for x in shares.values():
             w.blocks[depth] += [
                 f"var {n}: {'vec4<f32>' if x.mode else 'f32'};" for n in x.names
             ]
         for x in shares.values():
-            self.fetch(x, p, exact, start, stop, depth)
+            self.fetch(x, p, exact, first, depth)
         w.open()
         w.line("workgroupBarrier();")
         for x in shares.values():
-            w.blocks[-1] += self.keep(x)
+            self.keep(x, p, exact, stop, depth + 1)
         w.line("workgroupBarrier();")
         # Beyond the end the last chunk comes again: a load under a condition would
         # keep its registers around the loop.
         last = f"max({stop}, {s.bk}u) - {s.bk}u" if exact else stop
         w.line(f"let ahead = min(chunk + {s.bk}u, {last});")
         for x in shares.values():
-            self.fetch(x, p, exact, "ahead", stop, depth + 1)
+            self.fetch(x, p, exact, "ahead", depth + 1)
         w.blocks[-1] += self.multiplications(p, shares)
         body = w.close()
         return [
@@ -310,6 +330,17 @@ class Tiled(Tile):
             *indent(body),
             "}",
         ]
+
+    def needed(self, start: str, stop: str) -> tuple[str, str]:
+        """The part of a piece of k, in whole chunks, outside of which factors are 0."""
+        w, bk = self.w, self.shape.bk
+        for e in self.ends:
+            chunks = f"(u32(max({e}, 0)) + {bk - 1}u) / {bk}u * {bk}u"
+            stop = w.let(f"min({stop}, {chunks})", 0, "s")
+        for e in self.firsts:
+            chunks = f"u32(max({e}, 0)) / {bk}u * {bk}u"
+            start = w.let(f"max({start}, {chunks})", 0, "s")
+        return start, stop
 
     def multiplications(self, p: Pass, shares: dict[Factor, _Share]) -> list[str]:
         """Multiply the chunk that lies in workgroup memory."""

@@ -134,7 +134,7 @@ class Streaming(Tile):
                     Factor(self, far, inner, False, f"f{i}_", t.dc * t.near_row),
                 )
             else:
-                self.streams[kind, i] = Weights(self, i, t.lc * t.value_row)
+                self.streams[kind, i] = Weights(self, i, t.held * t.value_row)
         w.open()
         if o.outer:
             copies = {a: a for a in o.outer}
@@ -235,7 +235,7 @@ class Streaming(Tile):
                 return
             streams = self.streams[phase]
             if isinstance(streams, Weights):
-                streams.fetch(0)
+                streams.fetch(0, 2)
             else:
                 for s in streams:
                     s.fetch(s.places("l", 2), "0u", 2)
@@ -507,22 +507,39 @@ class Streaming(Tile):
         values = self.values(i)
         chunks = t.lines // t.lc
         held = t.lc // t.tx  # lines of a thread in a chunk
-        for chunk in range(chunks):
+        if t.whole:
+            w.line(BARRIER)
+            self.keep(values, range(t.tl))
+            w.open()
             w.line(BARRIER)
             w.blocks[-1] += stream.keep()
-            for h in range(held):
-                for g in range(self.groups):
-                    slot = f"({h * t.tx}u + tx) * {t.value_row}u"
-                    value = values[g][chunk * held + h]
-                    w.line(f"sm[{slot} + ty + {g * t.ty}u] = {value};")
+            w.line(BARRIER)
+            stream.fetch("(c + 1u)", 3)
+            w.blocks[-1] += self.add(i, stream, "c")
+            body = w.close()
+            w.line(f"for (var c = 0u; c < {chunks - 1}u; c = c + 1u) {{")
+            w.blocks[-1] += [*indent(body), "}"]
+        for chunk in range(chunks - 1 if t.whole else 0, chunks):
+            w.line(BARRIER)
+            w.blocks[-1] += stream.keep()
+            if not t.whole:
+                self.keep(values, range(chunk * held, (chunk + 1) * held))
             w.line(BARRIER)
             if chunk + 1 < chunks:
-                stream.fetch(chunk + 1)
+                stream.fetch(chunk + 1, 2)
             else:
                 ahead()
-            w.blocks[-1] += self.add(i, stream)
+            w.blocks[-1] += self.add(i, stream, f"{chunk}u" if t.whole else "0u")
 
-    def add(self, i: int, stream: Weights) -> list[str]:
+    def keep(self, values: list[list[str]], lines: range) -> None:
+        """Store values of some of a thread's lines to workgroup memory."""
+        t = self.t
+        for h, j in enumerate(lines):
+            for g in range(self.groups):
+                slot = f"({h * t.tx}u + tx) * {t.value_row}u"
+                self.w.line(f"sm[{slot} + ty + {g * t.ty}u] = {values[g][j]};")
+
+    def add(self, i: int, stream: Weights, chunk: str) -> list[str]:
         """Multiply the values and weights that lie in workgroup memory."""
         t, cw = self.t, stream.columns
         out = []
@@ -538,9 +555,10 @@ class Streaming(Tile):
                     a = f"a{i}r{r}c{c}"
                     out.append(f"{a} = fma({x}, v{u}c{c}, {a});")
         base = f"{stream.base}u + tx"
+        first = f"{chunk} * {t.lc * t.value_row}u + ty"
         if t.ku == t.lc:
-            return ["{", "  let p = ty;", f"  let q = {base};", *indent(out), "}"]
-        head = [f"let p = k * {t.value_row}u + ty;"]
+            return ["{", f"  let p = {first};", f"  let q = {base};", *indent(out), "}"]
+        head = [f"let p = k * {t.value_row}u + {first};"]
         head.append(f"let q = k * {stream.width}u + {base};")
         loop = f"for (var k = 0u; k < {t.lc}u; k = k + {t.ku}u) {{"
         return [loop, *indent([*head, *out]), "}"]

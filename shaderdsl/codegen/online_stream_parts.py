@@ -131,18 +131,24 @@ class Weights:
             line = f"{slot} % {t.tx}u * {WIDTH}u + {slot} / {t.tx}u"
             self.lines.append(w.let(line, 0, "e"))
 
-    def fetch(self, chunk: int) -> None:
+    def fetch(self, chunk: int | str, depth: int) -> None:
         """Bring the share of a chunk of the tile into registers."""
         owner, w, t = self.owner, self.owner.w, self.owner.t
-        number = chunk * (t.lc // t.tx)
-        first = number // WIDTH * t.tx * WIDTH + number % WIDTH
+        held = t.lc // t.tx
+        if isinstance(chunk, int):
+            number = chunk * held
+            first = f"{number // WIDTH * t.tx * WIDTH + number % WIDTH}u"
+        else:
+            line = w.let(f"{chunk} * {held}u", depth, "n")
+            first = f"{line} / {WIDTH}u * {t.tx * WIDTH}u + {line} % {WIDTH}u"
+            first = w.let(first, depth, "n")
         for name, line, along in zip(self.names, self.lines, self.along, strict=True):
-            at = f"l + {line} + {first}u"
+            at = f"l + {line} + {first}"
             if not owner.exact:
                 at = f"min({at}, {owner.line_end} - 1u)"
-            copies = owner.axes.at(owner.o.line, w.let(at, 2, "n"), 2)
+            copies = owner.axes.at(owner.o.line, w.let(at, depth, "n"), depth)
             v = owner.axes.value(self.factor, {**copies, **along}, self.column)
-            w.line(f"{name} = {v};")
+            w.line(f"{name} = {v};", depth)
 
     def keep(self) -> list[str]:
         """Lines that store the share to workgroup memory."""

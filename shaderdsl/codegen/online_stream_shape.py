@@ -12,9 +12,14 @@ from .writer import WIDTH
 
 @dataclass(frozen=True)
 class Stream(Tiles):
-    """The shape of a chain whose chunks stream; ``ku`` lines unrolled in a sum."""
+    """The shape of a chain whose chunks stream.
+
+    ``ku`` lines are unrolled in a sum. Values of a tile go to workgroup memory a chunk
+    at a time, or all at once if ``whole``: that takes more of it, but no registers.
+    """
 
     ku: int = 8
+    whole: int = 0
 
     @property
     def near_row(self) -> int:
@@ -34,8 +39,13 @@ class Stream(Tiles):
     def memory(self, columns: int) -> int:
         """vec4s of workgroup memory, for sums of so many columns."""
         factors = self.dc * (self.near_row + self.far_row)
-        values = self.lc * (self.value_row + self.columns(columns) * self.tx)
+        values = self.held * self.value_row + self.lc * self.columns(columns) * self.tx
         return max(factors, values, self.tx * self.rows // WIDTH)
+
+    @property
+    def held(self) -> int:
+        """Lines whose values are in workgroup memory at a time."""
+        return self.lines if self.whole else self.lc
 
 
 #: 8 × 8 results a thread, for one product and sums of up to 64 columns.
@@ -46,7 +56,9 @@ WIDE = Stream(128, 128, 16, 16, 16, 32, 16)
 SLIM = Stream(128, 64, 16, 16, 16, 16, 16)
 LOW = Stream(64, 64, 16, 8, 16, 16, 8)
 FLAT = Stream(64, 64, 16, 8, 8, 16, 16)
-STREAMS = (TALL, WIDE, SLIM, LOW, FLAT)
+#: For two wide sums: fewer registers, less text.
+WHOLE = Stream(128, 64, 16, 16, 16, 16, 8, 1)
+STREAMS = (TALL, WIDE, SLIM, WHOLE, LOW, FLAT)
 #: Accumulators of a thread; more spill.
 _REGISTERS = 192
 #: Workgroups that fill a large device.
@@ -60,12 +72,12 @@ def choose_stream(o: Online) -> Stream | None:
         return None
     if len(o.products) > 1:
         two = sum(1 for s in o.sums if s.column is not None) > 1
-        order = [FLAT, LOW] if two else [LOW, FLAT]
+        order = [FLAT, WHOLE, LOW] if two else [LOW, FLAT]
     elif steps_of(o.extent(o.row), TALL.rows) * o.batches >= _FULL:
         order = [TALL, WIDE, LOW]
     else:
         order = [SLIM, FLAT]
-    light = [t for t in order if t in every and kept(o, t) <= 128]
+    light = [t for t in order if t in every and kept(o, t) <= (128 + 64 * t.whole)]
     default = (light or [t for t in order if t in every] or every[-1:])[0]
     return pick(o.target, "online_stream", default, lambda: every, every.__contains__)
 
@@ -73,12 +85,22 @@ def choose_stream(o: Online) -> Stream | None:
 def _fits(o: Online, t: Stream) -> bool:
     """Whether a tile divides the products and keeps to the limits."""
     limits = o.target.limits
-    columns = max(o.extent(s.column) for s in o.sums if s.column is not None)
+    columns = [o.extent(s.column) for s in o.sums if s.column is not None]
+    shares = [
+        t.rows * t.dc // WIDTH,
+        t.lines * t.dc // WIDTH,
+        *(
+            t.lc * t.columns(o.extent(s.column)) * t.tx
+            for s in o.sums
+            if s.column is not None
+        ),
+    ]
     return (
         not any(o.extent(p.inner) % t.dc for p in o.products)
+        and not any(n % t.size for n in shares)
         and o.extent(o.row) >= t.rows
         and o.extent(o.line) >= t.lines
         and kept(o, t) <= _REGISTERS
-        and t.memory(columns) * 16 <= limits.max_workgroup_storage
+        and t.memory(max(columns)) * 16 <= limits.max_workgroup_storage
         and t.size <= limits.max_invocations
     )
