@@ -267,6 +267,41 @@ def test_streams_of_gpus(retarget, monkeypatch, t, s, d, options):
     assert len(used) >= 3  # forward, dq, dk with dv
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 30, "softcap": 4.0}])
+@pytest.mark.parametrize("whole", [0, 1])
+def test_gradients_of_scores_are_stored_where_memory_allows(
+    retarget, monkeypatch, whole, options
+):
+    """Heads of a group apart, dq from what the kernel of dk and dv wrote."""
+    monkeypatch.setattr(
+        online_stream_shape, "STREAMS", (Stream(16, 32, 8, 4, 8, 8, 4, whole),)
+    )
+    limits = Limits(max_storage_buffers=10)
+    retarget(family="gpu", features=Features(), limits=limits, scores=1 << 20)
+    f = lambda *xs: ops.attention(*xs, **options)  # noqa: E731
+    args = heads(4, 2, 72, 72, 16)
+    low = sd.lower(f, *args, backward=True)
+    kinds = [k.archetype for k in low.kernels]
+    assert kinds == ["row", "online", "contract", "map", "map"]
+    assert "is stored: two kernels need it" in low.explain()
+    check(f, *args)
+
+
+def test_scores_within_a_budget(retarget):
+    """By default a quarter of what a graph takes and gives; none at 0."""
+    shapes = [sd.spec("f32", 1, 2, n, 64) for n in (64, 64, 64)]
+    limits = Limits(max_storage_buffers=10)
+
+    def kinds(**more):
+        retarget(family="gpu", features=Features(), limits=limits, **more)
+        low = sd.lower(ops.attention, *shapes, backward=True)
+        return [k.archetype for k in low.kernels]
+
+    assert "contract" in kinds()
+    assert "contract" not in kinds(scores=0)
+    assert "contract" not in kinds(scores=2 * 64 * 64 * 4 - 1)
+
+
 @pytest.mark.parametrize("d", [16, 64, 128, 256])
 def test_tiles_fit_portable_limits(cpu, d):
     shapes = [sd.spec("f32", 1, h, 300, d) for h in (4, 2, 2)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -312,6 +313,52 @@ def test_gpu_choices():
     assert splits > 1
     shape, splits = choice(4, 4096, 4096)
     assert shape.bm <= 32
+
+
+@sd.op("h t s, s c -> h t c")
+def past(p, v):
+    return sd.sum(sd.where(sd.index("s") <= sd.index("t"), p, 0.0) * v, over="s")
+
+
+@sd.op("h t s, h s c -> h t c")
+def near(p, v):
+    ahead = sd.index("s") - sd.index("t")
+    return sd.sum(sd.where((ahead <= 3) & (ahead > -9), p, 0.0) * v, over="s")
+
+
+@sd.op("h t s, h t c -> h s c")
+def future(p, v):
+    return sd.sum(sd.where(sd.index("t") >= sd.index("s"), p, 0.0) * v, over="t")
+
+
+@sd.op("t s, s c -> t c")
+def columns(p, v):
+    return sd.sum(p * sd.where(sd.index("s") <= sd.index("c") + 20, v, 0.0), over="s")
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("n", [96, 50])
+def test_what_masks_empty_is_left_out(n, pieces):
+    """Nothing outside of a mask counts, not even NaN; later tiles come first."""
+    i, j = np.indices((n, n))
+    p, v = arrays((2, n, n), (n, 40))
+    both = np.stack([v, v[::-1]])
+    for op, hidden, operands in (
+        (past, j > i, [p, v]),
+        (near, (j > i + 3) | (j <= i - 9), [p, both]),
+        (future, i < j, [p, both]),
+        (columns, np.indices((n, 40))[0] > np.arange(40) + 20, [v, p[0]]),
+    ):
+        operands = [x.copy() for x in operands]
+        operands[0][..., hidden] = np.nan
+        if op is columns:
+            operands.reverse()
+        kernels, worst = run(op, operands, {}, tiles_of(SMALL, pieces))
+        assert worst < 1, op.name
+        if op is past and n % SMALL.bm:  # a tile may begin a head and end another
+            continue
+        loops = re.findall(r"for \(var chunk = (\w+); chunk < (\w+)", kernels[0].wgsl)
+        assert any(x.startswith("s") for x in loops[0])  # bounded by the mask
 
 
 @sd.op("t d, n d, k d, k d, n -> t n, t k, t k")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from .choice import pick
 from .contract_plan import Contraction
+from .contract_seen import seen
 from .writer import WIDTH
 
 
@@ -55,6 +56,7 @@ _MOST_SUMS = 128
 #: a large product.
 SHAPES = (
     (Shape(128, 128, 8, 16, 8), 1.0),
+    (Shape(64, 128, 16, 8, 8), 0.985),
     (Shape(64, 128, 8, 8, 8), 0.9),
     (Shape(64, 64, 16, 8, 8), 0.75),
     (Shape(32, 64, 16, 4, 8), 0.55),
@@ -120,7 +122,16 @@ def tiling_cost(cs: Sequence[Contraction], t: Tiling) -> float:
     groups = splits * sum(workgroups(c, shape) for c in cs)
     waves = max(math.ceil(2 * groups / _FULL) / 2, 1.0)
     length = math.ceil(steps / splits) + 2 * shape.bk * loops
-    cost = waves * shape.bm * shape.bn * length / dict(SHAPES)[shape]
+    speed = dict(SHAPES)[shape]
+    if shape.bm < 128 and any(
+        f.mode == "k" for c in cs for p in c.passes for f in p.rights
+    ):
+        speed *= _SCATTERED
+    if any(seen(c, shape.bm, shape.bn).grows for c in cs):
+        length = (
+            length // 2 + shape.bm // 2
+        )  # rows need half of k, a tile what one needs
+    cost = waves * shape.bm * shape.bn * length / speed
     if splits > 1:
         results = sum(math.prod(c.sizes[:3]) * len(c.results) for c in cs)
         cost += results * (splits + 1) * 12 / _FULL + 40_000
@@ -135,3 +146,5 @@ def workgroups(c: Contraction, shape: Shape) -> int:
 
 #: Workgroups that fill a large device.
 _FULL = 264
+#: Speed of lower tiles where words of both factors are scattered over rows.
+_SCATTERED = 0.97

@@ -21,7 +21,7 @@ from .target import Target
 from .writer import WIDTH
 
 if TYPE_CHECKING:
-    from .online_find import Chain
+    from .online_chain import Chain
 
 #: What the schedule of streams takes, whatever the limits of a device.
 _ROWS, _DEPTH, _WIDEST = 64, 16, 128

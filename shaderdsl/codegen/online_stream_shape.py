@@ -56,11 +56,12 @@ WIDE = Stream(128, 128, 16, 16, 16, 32, 16)
 SLIM = Stream(128, 64, 16, 16, 16, 16, 16)
 LOW = Stream(64, 64, 16, 8, 16, 16, 8)
 FLAT = Stream(64, 64, 16, 8, 8, 16, 16)
-#: For two wide sums: fewer registers, less text.
+#: For two sums, narrow and wide: fewer registers, less text, more memory.
+HELD = Stream(64, 64, 16, 8, 16, 16, 16, 1)
 WHOLE = Stream(128, 64, 16, 16, 16, 16, 8, 1)
-STREAMS = (TALL, WIDE, SLIM, WHOLE, LOW, FLAT)
-#: Accumulators of a thread; more spill.
-_REGISTERS = 192
+STREAMS = (TALL, WIDE, SLIM, WHOLE, HELD, LOW, FLAT)
+#: Accumulators of a thread: what leaves registers to spare, and what does not spill.
+_LIGHT, _REGISTERS = 128, 192
 #: Workgroups that fill a large device.
 _FULL = 264
 
@@ -72,13 +73,17 @@ def choose_stream(o: Online) -> Stream | None:
         return None
     if len(o.products) > 1:
         two = sum(1 for s in o.sums if s.column is not None) > 1
-        order = [FLAT, WHOLE, LOW] if two else [LOW, FLAT]
+        narrow = kept(o, FLAT) <= _LIGHT
+        order = [LOW, FLAT]
+        if two:
+            order = [HELD, FLAT] if narrow else [WHOLE, LOW, FLAT]
     elif steps_of(o.extent(o.row), TALL.rows) * o.batches >= _FULL:
         order = [TALL, WIDE, LOW]
     else:
         order = [SLIM, FLAT]
-    light = [t for t in order if t in every and kept(o, t) <= (128 + 64 * t.whole)]
-    default = (light or [t for t in order if t in every] or every[-1:])[0]
+    order = [t for t in order if t in every]
+    light = [t for t in order if kept(o, t) <= _LIGHT or t.whole]
+    default = (light or order or every[-1:])[0]
     return pick(o.target, "online_stream", default, lambda: every, every.__contains__)
 
 
