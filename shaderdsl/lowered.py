@@ -52,7 +52,11 @@ class Lowered:
         lines = [
             f"{len(self.kernels)} kernel(s), {self.bytes:,} bytes, {self.flops:,} FLOPs"
         ]
+        seen: set[tuple[str, str]] = set()
         for i, k in enumerate(self.kernels):
+            if k.windows and (k.name, k.wgsl) in seen:
+                continue  # the same on another block of rows
+            seen.add((k.name, k.wgsl))
             groups = "×".join(str(n) for n in k.workgroups)
             size = "×".join(str(n) for n in k.workgroup_size)
             lines.append(f"{i}. {k.name} [{k.archetype}] {groups} workgroups of {size}")
