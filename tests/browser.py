@@ -174,3 +174,21 @@ await fetch("result", { method: "POST", body: JSON.stringify(answer) });
 </script></body>
 """
 )
+
+#: Asks the browser's compiler about every text of ``texts.json``.
+VALIDATE = """<!doctype html><meta charset="utf-8"><script type="module">
+const adapter = await navigator.gpu.requestAdapter();
+const wanted = ["subgroups"].filter((name) => adapter.features.has(name));
+const device = await adapter.requestDevice({ requiredFeatures: wanted });
+const refused = [];
+for (const [name, code] of await (await fetch("texts.json")).json()) {
+  device.pushErrorScope("validation");
+  const { messages } = await device.createShaderModule({ code }).getCompilationInfo();
+  const error = await device.popErrorScope();
+  if (error || messages.length)
+    refused.push([name, error?.message, ...messages.map((m) => m.message)]);
+}
+const answer = JSON.stringify({ refused, subgroups: wanted.length > 0 });
+await fetch("result", { method: "POST", body: answer });
+</script>
+"""

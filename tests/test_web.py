@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 
 import browser
 import numpy as np
@@ -13,8 +14,11 @@ from web_plan import WebPlan
 
 import shaderdsl as sd
 from shaderdsl import errors, nn, tree
+from shaderdsl.cli.source import arguments
+from shaderdsl.ops.registry import REGISTRY
 from shaderdsl.trainer import TrainConfig, Trainer
 from shaderdsl.web import export_demo, export_web
+from shaderdsl.web.export import BROWSER
 from shaderdsl.web.files import static
 
 rng = np.random.default_rng(7)
@@ -411,6 +415,31 @@ def check_case(name, found, wanted):
 def values(found):
     kind, text = found
     return np.frombuffer(base64.b64decode(text), TYPES[kind])
+
+
+@needs_chromium
+def test_a_browser_takes_the_kernels_of_every_op(cpu, tmp_path, monkeypatch):
+    """Its compiler is another one than wgpu's, and stricter about uniform control."""
+    lanes = replace(
+        BROWSER,
+        features=replace(BROWSER.features, subgroups=True),
+        enable_subgroups_directive=True,
+    )
+    texts = {}
+    for target in (BROWSER, replace(BROWSER, online_from=0), lanes):
+        monkeypatch.setattr(cpu, "target", target)
+        for name, entry in REGISTRY.items():
+            kinds = dict.fromkeys(entry.ids, "i32") | dict.fromkeys(entry.bools, "bool")
+            specs, given, _ = arguments(entry.op, {}, kinds)
+            for backward in (False, True):
+                low = sd.lower(entry.op, *specs, backward=backward, **given)
+                texts |= {k.wgsl: f"{name}: {k.name}" for k in low.kernels}
+    assert len(texts) > 100
+    pairs = [(name, text) for text, name in texts.items()]
+    (tmp_path / "texts.json").write_text(json.dumps(pairs))
+    (tmp_path / "index.html").write_text(browser.VALIDATE)
+    answer = browser.visit(tmp_path, "index.html")
+    assert answer == {"refused": [], "subgroups": True}
 
 
 @needs_chromium

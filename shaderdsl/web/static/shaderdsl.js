@@ -47,7 +47,8 @@ export async function openDevice() {
  * @param options.progress called with the fraction of the weights that has arrived.
  */
 export async function open(folder, { device, share = {}, progress } = {}) {
-  const base = new URL(folder.endsWith("/") ? folder : folder + "/", document.baseURI);
+  const page = globalThis.document?.baseURI ?? globalThis.location.href; // or a worker's
+  const base = new URL(folder.endsWith("/") ? folder : folder + "/", page);
   const plan = await (await get(new URL("plan.json", base))).json();
   if (plan.format !== "shaderdsl-web" || plan.version !== 1)
     throw new ShaderError(`${base} holds no plan that this version can run`);
