@@ -448,6 +448,34 @@ def test_rows_that_see_nothing(device):
     assert not nobody[0].numpy().any() and (nobody[1].numpy() == -np.inf).all()
 
 
+def test_scores_of_minus_infinity(device):
+    """A score hook that hides keys is as good as a mask."""
+    q, k, v = heads(2, 1, 6, 9, 8)
+    hide = lambda x, b, h, i, j: sd.where(i + j > 7, x, -np.inf)  # noqa: E731
+    seen = lambda b, h, i, j: i + j > 7  # noqa: E731
+    runs = []
+    for o in ({"score": hide}, {"mask": seen}):
+        f = lambda *xs, o=o: ops.attention(*xs, causal=False, start=0, **o)  # noqa: E731
+        y, pullback = sd.vjp(f, q, k, v)
+        runs.append([y, *pullback(make(*y.shape, seed=9))])
+    for a, b in zip(*runs, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), RTOL, ATOL)
+    assert (runs[0][0].numpy()[:, :, 0] != 0).any()
+
+
+def test_lengths_of_zero(device):
+    """A batch without keys gives zeros, and -∞ for the sum of its exponentials."""
+    q, k, v = heads(2, 1, 3, 9, 8, b=2)
+    f = lambda *xs: ops.attention(  # noqa: E731
+        *xs, causal=False, lengths=[0, 9], return_lse=True
+    )
+    (y, lse), pullback = sd.vjp(f, q, k, v)
+    assert not y.numpy()[0].any() and (lse.numpy()[0] == -np.inf).all()
+    grads = pullback((np.ones_like(y.numpy()), np.zeros_like(lse.numpy())))
+    for g in grads:
+        assert np.isfinite(g.numpy()).all() and not g.numpy()[0].any()
+
+
 def test_huge_scores(device):
     q, k, v = heads(2, 1, 17, 17, 8)
     y = ops.attention(q * 1e4, k * 1e4, v).numpy()
@@ -493,6 +521,19 @@ BAD = [
     (errors.ShapeError, {"start": -1}),
     (errors.ShapeError, {"lengths": 8}),
     (errors.ShapeError, {"lengths": np.ones((2, 2), np.int32)}),
+    (errors.ShapeError, {"lengths": [1, 2, 3]}),
+    (errors.ShapeError, {"lengths": np.array([8])}),
+    (errors.ShapeError, {"start": [-1]}),
+    (errors.ShapeError, {"start": np.int64(9)}),
+    (errors.DTypeError, {"start": 0.5}),
+    (errors.DTypeError, {"start": True}),
+    (errors.DTypeError, {"lengths": np.array([1.5])}),
+    (errors.DTypeError, {"window": 1.5}),
+    (errors.ShapeError, {"softcap": 0.0}),
+    (errors.TraceError, {"score": 3}),
+    (errors.TraceError, {"score": lambda x: x}),
+    (errors.TraceError, {"score": lambda x, b, h, i, j: x, "captured": [1]}),
+    (errors.DTypeError, {"mask": lambda b, h, i, j: 1.0}),
     (errors.DTypeError, {"score": lambda x, b, h, i, j: x > 0}),
     (errors.DTypeError, {"score": lambda x, b, h, i, j: None}),
     (errors.DTypeError, {"mask": lambda b, h, i, j: i - j}),
@@ -508,7 +549,8 @@ def test_bad_input(cpu, error, options):
     q, k, v = heads(4, 2, 7, 7, 8)
     bias = np.zeros((4, 13), np.float32)
     with pytest.raises(error):
-        ops.attention(q, k, v, causal=False, captured={"bias": bias}, **options)
+        options = {"captured": {"bias": bias}, **options}
+        ops.attention(q, k, v, causal=False, **options)
 
 
 def test_heads_that_do_not_divide(cpu):

@@ -16,7 +16,7 @@ from typing import Any
 from .. import namespace as sd
 from ..array import Array, asarray
 from ..op import Op, op
-from .hooks import check_heads, check_numbers, hooked
+from .hooks import check_heads, check_hooks, check_numbers, hooked
 
 _HEADS = "... (h g) t d, ... h s d, ... h s c"
 
@@ -74,7 +74,8 @@ class Attention(Op):
     ) -> Any:
         q, k, v = asarray(q), asarray(k), asarray(v)
         check_heads(q, k, v)
-        check_numbers(window, start, lengths, q, k)
+        check_numbers(window, softcap, start, lengths, k)
+        check_hooks(score, mask, captured)
         options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         arrays = [x for x in (start, lengths) if isinstance(x, Array) or _many(x)]
         if not (arrays or score or mask or captured) and lengths is None:
@@ -127,9 +128,11 @@ def _attention(
 
     Raises:
         ShapeError: heads do not divide, shapes disagree, a window below 1, a start
-            that is no position of a key.
+            that is no position of a key, a cap that is not above 0.
         IndexRangeError: a hook's index can leave a captured array.
-        DTypeError: a hook gives no score, or no truth value.
+        DTypeError: a hook gives no score, or no truth value; positions that are no
+            integers.
+        TraceError: a hook that is no function of these arguments.
     """
     return _weigh(_scores(q, k, scale, softcap), v, _seen(causal, window, start))
 

@@ -10,8 +10,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from .. import namespace as sd
-from ..array import asarray, is_number
+from ..array import Array, asarray, is_number
 from ..errors import DTypeError, ShapeError, TraceError
 from ..ir import expr as E
 from ..ir.trace import Indexed, Value, current
@@ -44,13 +46,27 @@ def check_heads(q: Any, k: Any, v: Any) -> None:
         )
 
 
-def check_numbers(window: Any, start: Any, lengths: Any, q: Any, k: Any) -> None:
-    """Options that are known on the host.
+def check_numbers(window: Any, softcap: Any, start: Any, lengths: Any, k: Any) -> None:
+    """Options that are known on the host. What lies on the device is not read back: a
+    start or a length beyond the keys then means the last one.
 
     Raises:
-        ShapeError: a window below 1, a start or a length that no key has.
+        ShapeError: a window below 1, a start or a length that no key has, a cap that
+            is not above 0.
+        DTypeError: positions that are no integers.
     """
     where = f"attention ({E.user_location()})"
+    for name, value in (("window", window), ("start", start), ("lengths", lengths)):
+        if value is not None and not _integers(value):
+            raise DTypeError(
+                f"{name} is {value!r}; positions are integers", where=where
+            )
+    if is_number(softcap) and not softcap > 0:
+        raise ShapeError(
+            f"softcap is {softcap}, but scores are divided by it",
+            where=where,
+            cure="a cap above 0; softcap=None caps nothing",
+        )
     if is_number(window) and window < 1:
         raise ShapeError(
             f"window is {window}, but a query sees at least its own position",
@@ -64,11 +80,47 @@ def check_numbers(window: Any, start: Any, lengths: Any, q: Any, k: Any) -> None
         ("start", start, max(keys - 1, 0)),
         ("lengths", lengths, keys),
     ):
-        if is_number(value) and not 0 <= value <= last:
-            raise ShapeError(
-                f"{name} is {value}, but there are {keys} keys: 0 … {last} fit",
+        if value is None or not (is_number(value) or _on_host(value)):
+            continue
+        for n in np.asarray(value).reshape(-1).tolist():
+            if not 0 <= n <= last:
+                raise ShapeError(
+                    f"{name} is {n}, but there are {keys} keys: 0 … {last} fit",
+                    where=where,
+                )
+
+
+def _on_host(x: Any) -> bool:
+    return isinstance(x, (np.ndarray, np.generic, list, tuple))
+
+
+def _integers(x: Any) -> bool:
+    """Whether a number, or all elements of an array, are integers and no booleans."""
+    if is_number(x) or _on_host(x):
+        return np.asarray(x).dtype.kind in "iu"
+    return not isinstance(x, Array) or x.dtype in E.INTS
+
+
+def check_hooks(score: Any, mask: Any, captured: Any) -> None:
+    """Hooks are functions, captured arrays have names.
+
+    Raises:
+        TraceError: they are not.
+    """
+    where = f"attention ({E.user_location()})"
+    for name, hook in (("score", score), ("mask", mask)):
+        if hook is not None and not callable(hook):
+            raise TraceError(
+                f"{name} is a {type(hook).__name__} and no function",
                 where=where,
+                cure="score(x, b, h, i, j, **captured), mask(b, h, i, j, **captured)",
             )
+    if captured is not None and not isinstance(captured, Mapping):
+        raise TraceError(
+            f"captured is a {type(captured).__name__}; it names arrays",
+            where=where,
+            cure="captured={'bias': array}",
+        )
 
 
 def _named(hook: Callable[..., Any], count: int, captured: Mapping[str, Any]) -> Any:
@@ -80,6 +132,13 @@ def _named(hook: Callable[..., Any], count: int, captured: Mapping[str, Any]) ->
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return tuple(captured)
     names = [p.name for p in parameters if p.kind != p.VAR_POSITIONAL]
+    if len(names) < count and len(names) == len(parameters):
+        raise TraceError(
+            f"the hook {getattr(hook, '__name__', hook)!r} takes {len(names)} "
+            f"arguments, but gets {count} before what is captured",
+            where=f"attention ({E.user_location()})",
+            cure="score(x, b, h, i, j, **captured), mask(b, h, i, j, **captured)",
+        )
     fixed = () if any(p.kind == p.VAR_POSITIONAL for p in parameters) else names[:count]
     extra = [p for p in parameters if p.name in names and p.name not in fixed]
     missing = [p.name for p in extra if p.default is p.empty and p.name not in captured]
