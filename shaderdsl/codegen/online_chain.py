@@ -72,10 +72,15 @@ def complete(
     stored: Stored,
     target: Target,
     log: list[str],
+    bare: bool = False,
 ) -> bool:
-    """Choose the chain's row and line; whether it is worth a kernel."""
+    """Choose the chain's row and line; whether it is worth a kernel.
+
+    Args:
+        bare: of plain sums and maxima alone, which saves nothing by itself.
+    """
     name = c.runs[-1].stage.name
-    if not any(r.column is not None for r in c.runs):
+    if any(r.column is not None for r in c.runs) == bare:
         return False
     if not any(
         n.kind == "apply" and n.data == "exp"
@@ -108,7 +113,7 @@ def complete(
     else:
         log.append(f"{name} is not one pass: its products have no common rows")
         return False
-    if not _shape(c, products, target, name, log):
+    if not _shape(c, products, target, name, log) or (bare and c.split):
         return False
     for r in c.runs:
         symbols = c.symbols(r)

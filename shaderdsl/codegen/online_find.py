@@ -17,7 +17,7 @@ from ..ir.expr import Expr
 from ..ir.stage import Stage
 from .member import Inliner, Member, make_member
 from .online_chain import Chain, Stored, bindings, complete
-from .online_readers import CROWDED, Points, as_points, group_points
+from .online_readers import CROWDED, NO_SUM, Points, as_points, group_points
 from .online_runs import (
     Run,
     as_run,
@@ -247,7 +247,7 @@ def _find(
             continue
         apart = as_points(member, products, target)
         if isinstance(apart, str):
-            refused[s] = f"{run}; {apart}"
+            refused[s] = run if apart == NO_SUM else f"{run}; {apart}"
         else:
             others[s] = apart
     reach = _reach(order, [*(r.stage for r in runs), *others])
@@ -255,6 +255,7 @@ def _find(
     for run in runs:
         if not any(_join(c, run, products, reach, stored, target) for c in chains):
             chains.append(_open(run))
+    bare = [c for c in chains if complete(c, products, stored, target, [], bare=True)]
     chains = [c for c in chains if complete(c, products, stored, target, none.log)]
     needed = {x for c in chains for x in c.places}
     more = {x for x in products if x.nbytes < target.online_from and x not in needed}
@@ -264,6 +265,10 @@ def _find(
     for s, reason in refused.items():
         none.log.append(f"{s.name} {list(s.shape)} is not part of one pass: {reason}")
     if not chains:
+        for x in products:
+            wrong = ", ".join(s.name for s in readers[x] if s in refused)
+            if wrong:
+                none.log.append(f"{x.name} {list(x.shape)} is stored: {wrong} need it")
         return none
     scores, freed = store_scores(
         chains, order, soft, inner, products, outs, target, _budget(order, target)
@@ -276,7 +281,13 @@ def _find(
         if run.stage not in hosted and not isinstance(apart, str):
             others[run.stage] = apart
     used = {x for c in chains for x in c.places}
+    others |= {r.stage: r for c in bare for r in c.runs}
     virtual = _never_stored(used, hosted, others, readers)
+    # Sums without a column go along where that keeps a product from being stored.
+    bare = [c for c in bare if all(others.get(r.stage) is r for r in c.runs)]
+    chains += bare
+    hosted |= {r.stage for c in bare for r in c.runs}
+    others = {s: r for s, r in others.items() if s not in hosted}
     log = none.log
     points = group_points(list(others.values()), products, reach, target)
     hosted |= set(others)

@@ -20,6 +20,7 @@ _PLACES = 4
 _TESTED = 1 << 12
 #: Steps of a dot product that are written out; longer ones loop.
 UNROLLED = 16
+NO_SUM = "it is no sum"
 #: Why a kernel cannot be: the target binds fewer arrays.
 CROWDED = "it would bind too many arrays"
 #: Operations of one body, beyond which drivers compile too long.
@@ -57,7 +58,7 @@ def as_points(
     """A reader as such a sum, or why it is none."""
     s = member.stage
     if s.kind != "reduce" or s.monoid != "sum" or s.dtype != "f32":
-        return "it is no sum"
+        return NO_SUM
     read = [n.data for n in member.loads if n.data in products]
     read = list(dict.fromkeys(read))
     if any(n.data in products for x in member.loads for n in E.loads(*x.args)):

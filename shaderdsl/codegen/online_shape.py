@@ -89,7 +89,9 @@ def _tiles() -> Iterator[Tiles]:
 def _fits(o: Online, t: Tiles) -> bool:
     """Whether a tile divides the products and keeps to the limits."""
     limits = o.target.limits
-    columns = max(o.extent(s.column) for s in o.sums if s.column is not None)
+    columns = max(
+        (o.extent(s.column) for s in o.sums if s.column is not None), default=0
+    )
     return (
         not any(_whole(o.extent(p.inner)) % t.dc for p in o.products)
         and t.memory(columns) * 16 <= limits.max_workgroup_storage

@@ -68,7 +68,8 @@ _FULL = 264
 
 def choose_stream(o: Online) -> Stream | None:
     """The shape of a stream by what was measured, or tuned; None where none fits."""
-    every = [t for t in STREAMS if _fits(o, t)]
+    columns = any(s.column is not None for s in o.sums)
+    every = [t for t in STREAMS if columns and _fits(o, t)]
     if not every:
         return None
     if len(o.products) > 1:

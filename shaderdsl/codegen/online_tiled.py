@@ -43,7 +43,8 @@ class _Tiled(Tile):
     def lines(self) -> list[str]:
         """The kernel's text."""
         o, w, t = self.o, self.w, self.t
-        widest = max(o.extent(s.column) for s in self.matrices if s.column is not None)
+        columns = (o.extent(s.column) for s in self.matrices if s.column is not None)
+        widest = max(columns, default=0)
         w.shared.append(f"var<workgroup> sm: array<vec4<f32>, {t.memory(widest)}>;")
         self.begin()
         self.declare()
