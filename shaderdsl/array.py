@@ -210,6 +210,9 @@ class Array:
                 self._refuse("be read")
             assert self._host is not None
             return self._host.copy()
+        from .ids import look
+
+        look()
         out: np.ndarray = self._buffer.device.download(
             self._buffer, self.shape, self.dtype.name
         )
@@ -644,6 +647,11 @@ def _as_u32(x: int) -> Array:
 def take(x: Array, ids: Array, axis: int = 0) -> Array:
     """``x[ids]`` along an axis; ids that are known on the host are checked."""
     check_ids(x, ids, axis)
+    if ids._host is None and ids.size and x.size and ids.dtype in E.INTS:
+        from .ids import check_index
+
+        a = A.normal_axis(axis, x.ndim)
+        check_index(ids, x.shape[a], "an array", a, "take")
     return call(lambda a, i: A.take(a, i, axis), x, ids)
 
 

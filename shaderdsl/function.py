@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from . import tree
+from . import ids, tree
 from .array import Array, asarray, is_number
 from .dtypes import NUMPY
 from .engine import Plan, captured_inputs, lock, placeholder, plan_for
@@ -31,15 +31,14 @@ from .runtime import current as current_device
 from .tracing import (
     Traced,
     as_leaf,
+    check_ids,
     defined_at,
     depth,
     hashable,
-    host_copies,
     innermost,
     note_checks,
     rebound_checks,
     run,
-    run_checks,
     substituted,
 )
 
@@ -124,7 +123,7 @@ class Compiled:
         traced, plan, donated = found
         given = [a for a in arrays if a is not None]
         if traced.checks:
-            run_checks(traced.checks, host_copies(traced.inputs, given))
+            check_ids(traced.checks, traced.inputs, given)
         device = plan.device
         buffers = [
             b if (b := a._buffer) is not None and b.device is device else a.buffer()
@@ -139,11 +138,9 @@ class Compiled:
             for k in donated:
                 given[k].restore(buffers[k])
             raise
+        ids.note(traced.made, results[len(traced.outs) :])
         return traced.results(
-            [
-                Array.of_buffer(b, s.shape, s.dtype)
-                for b, s in zip(results, plan.outs, strict=True)
-            ]
+            [Array.of_buffer(b, s.shape, s.dtype) for b, s in zip(results, traced.outs)]
         )
 
     def trace(self, arguments: dict[str, Any]) -> tuple[Traced, frozenset[int]]:
@@ -161,7 +158,7 @@ class Compiled:
     def _plan(self, arguments: dict[str, Any]) -> tuple[Traced, Plan, list[int]]:
         traced, donated = self.trace(arguments)
         self.last_traced = traced
-        plan = plan_for(traced.outs, traced.inputs, donated)
+        plan = plan_for([*traced.outs, *traced.flags], traced.inputs, donated)
         return traced, plan, sorted(donated)
 
 
@@ -237,9 +234,9 @@ def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., An
             residuals: list[Stage] = []
             kept: list[Array] = []
         else:
-            run_checks(traced.checks, host_copies(traced.inputs, traced.arrays))
+            check_ids(traced.checks, traced.inputs, traced.arrays)
             residuals, placeholders, grads = _split(traced.outs, traced.inputs, grads)
-            got = run([*traced.outs, *residuals], traced.inputs, traced.arrays)
+            got = _run_flagged(traced, [*traced.outs, *residuals])
             outs, kept = got[: len(traced.outs)], got[len(traced.outs) :]
     y = traced.results(outs)
     shapes = [(outs[k].shape, outs[k].dtype.name) for k in floats]
@@ -268,6 +265,22 @@ def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., An
         return _per_argument(traced, by_input)
 
     return y, pullback
+
+
+def _run_flagged(
+    traced: Traced,
+    stages: Sequence[Stage],
+    inputs: Sequence[Stage] | None = None,
+    arrays: Sequence[Array] | None = None,
+) -> list[Array]:
+    """Run stages of a traced function, and what decides about the ids that it makes."""
+    got = run(
+        [*stages, *traced.flags],
+        traced.inputs if inputs is None else inputs,
+        traced.arrays if arrays is None else arrays,
+    )
+    ids.note(traced.made, [a.buffer() for a in got[len(stages) :]])
+    return got[: len(stages)]
 
 
 def _zeros(s: Stage) -> Array:
@@ -386,8 +399,8 @@ def jvp(
             note_checks(rebound_checks(traced.checks, traced.inputs, traced.arrays))
             got = substituted(stages, inputs, arrays)
         else:
-            run_checks(traced.checks, host_copies(traced.inputs, traced.arrays))
-            got = run(stages, inputs, arrays)
+            check_ids(traced.checks, traced.inputs, traced.arrays)
+            got = _run_flagged(traced, stages, inputs, arrays)
     n = len(traced.outs)
     rest = iter(got[n:])
     dy = [
@@ -494,8 +507,8 @@ def value_and_grad(
                 note_checks(rebound_checks(traced.checks, traced.inputs, traced.arrays))
                 got = substituted(stages, traced.inputs, traced.arrays)
             else:
-                run_checks(traced.checks, host_copies(traced.inputs, traced.arrays))
-                got = run(stages, traced.inputs, traced.arrays)
+                check_ids(traced.checks, traced.inputs, traced.arrays)
+                got = _run_flagged(traced, stages)
         n = len(traced.outs)
         rest = iter(got[n:])
         by_input: list[Any] = [None] * len(traced.inputs)
@@ -594,7 +607,8 @@ def lower(
     traced = Traced(lambda *xs: target(*xs, **keywords), args, "lower", named=target)
     with lock:
         if not backward:
-            return Lowered(Plan(traced.outs, traced.inputs, frozenset()).program, ())
+            stages = [*traced.outs, *traced.flags]
+            return Lowered(Plan(stages, traced.inputs, frozenset()).program, ())
         wrt = [traced.inputs[k] for k in _differentiable(traced)]
         seeds = [
             placeholder(("cotangent", 0, k), s.shape, s.dtype, "dy")

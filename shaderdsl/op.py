@@ -17,6 +17,7 @@ from .errors import (
     ShapeError,
     SignatureError,
 )
+from .ids import flag_stage, made_inside, note, settled
 from .ir import arrays as A
 from .ir import expr as E
 from .ir import interpret
@@ -25,11 +26,11 @@ from .ir import trace as T
 from .ir.bounds import HostCheck
 from .ir.stage import Stage
 from .tracing import (
+    check_ids,
     check_number,
     defined_at,
     give,
     hashable,
-    host_copies,
     note_checks,
     number_node,
     run_checks,
@@ -159,9 +160,10 @@ class Op:
         with lock:
             sig = S.expand(self.signature, shapes, where)
             known = S.solve(sig, shapes, sizes, self.operands, where)
-            return T.run(
+            outs, checks, many = T.run(
                 self.function, self.name, sig, known, stages, options, self.operands
             )
+            return outs, settled(checks), many
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         values, sizes, options = self._bind(args, keywords)
@@ -206,13 +208,16 @@ class Op:
             self._graphs[key] = found
         outs, checks, many = found
         if checks:
-            run_checks(checks, host_copies(inputs, everything), scalars)
-        buffers = plan_for(outs, inputs)([a.buffer() for a in everything], scalars)
+            check_ids(checks, inputs, everything, scalars)
+        made = made_inside(checks) if checks else []
+        if made:
+            with lock:
+                flags = [flag_stage(c) for c in made]
+        plan = plan_for([*outs, *(flags if made else ())], inputs)
+        buffers = plan([a.buffer() for a in everything], scalars)
+        note(made, buffers[len(outs) :])
         return give(
-            [
-                Array.of_buffer(b, s.shape, s.dtype)
-                for b, s in zip(buffers, outs, strict=True)
-            ],
+            [Array.of_buffer(b, s.shape, s.dtype) for b, s in zip(buffers, outs)],
             many,
         )
 

@@ -19,6 +19,7 @@ from .errors import (
     IndexRangeError,
     ShapeError,
 )
+from .ids import flag, flag_stage, is_trusted, made_inside, settled
 from .ir import arrays as A
 from .ir import expr as E
 from .ir import interpret
@@ -63,6 +64,8 @@ def innermost() -> Tracing | None:
 
 def note_checks(checks: Iterable[HostCheck]) -> None:
     stack = getattr(_state, "stack", [])
+    if stack and is_trusted():
+        checks = [dataclasses.replace(c, flagged=False) for c in checks]
     if stack:
         stack[-1].checks += checks
 
@@ -71,13 +74,14 @@ def run_checks(
     checks: Iterable[HostCheck],
     host: dict[Stage, np.ndarray],
     scalars: dict[str, Any] | None = None,
-) -> None:
+) -> list[HostCheck]:
     """Look at ids that are known on the host; ``scalars`` are the runtime numbers that
-    guards may use.
+    guards may use. Gives the checks whose ids are not.
 
     Raises:
         IndexRangeError: naming the array, the axis' size and the offending id.
     """
+    unknown = []
     for c in checks:
         if _surely_in_range(c, host):
             continue
@@ -85,17 +89,37 @@ def run_checks(
         known = {
             s: host[s] if s in host else getattr(s.source, "_host", None)
             for s in stages
+            if s.dtype not in E.FLOATS  # the device may round otherwise
         }
-        if any(v is None for v in known.values()):
+        if len(known) < len(stages) or any(v is None for v in known.values()):
+            unknown.append(c)
             continue
         low, high = interpret.index_range(c.index, c.guards, c.space, known, scalars)
         if low < 0 or high >= c.extent:
             raise IndexRangeError(
-                f"ids run from {low} to {high}, but the indexed axis of {c.array!r} "
-                f"has size {c.extent}",
+                f"ids run from {low} to {high}, but axis {c.axis} of {c.array!r} has "
+                f"size {c.extent}",
                 where=c.where,
                 cure="keep ids in range, or guard the read with sd.where",
             )
+    return unknown
+
+
+def check_ids(
+    checks: Sequence[HostCheck],
+    inputs: Sequence[Stage],
+    arrays: Sequence[Array],
+    scalars: dict[str, Any] | None = None,
+) -> None:
+    """Look at ids of inputs: those of the host now, others at the next read.
+
+    Raises:
+        IndexRangeError: naming the array, the axis' size and the offending id.
+    """
+    if checks:
+        left = run_checks(checks, host_copies(inputs, arrays), scalars)
+        inside = made_inside(left)
+        flag([c for c in left if c not in inside], inputs, arrays, scalars)
 
 
 def _surely_in_range(c: HostCheck, host: dict[Stage, np.ndarray]) -> bool:
@@ -222,7 +246,7 @@ class Traced:
                 )
             result = function(*tree.unflatten(structure, symbols))
             self.result_leaves, self.result = tree.flatten(result)
-            self.checks = t.checks
+            self.checks = settled(t.checks)
             self.regions = t.regions
         self.outs: list[Stage] = []
         self.out_positions: list[int] = []
@@ -234,6 +258,10 @@ class Traced:
         self.leaves = leaves
         self._calls = 0
         self._build: Callable[[list[Any]], Any] | None = None
+        #: Checks of ids that the function computes, and what decides them.
+        self.made = made_inside(self.checks)
+        with lock:
+            self.flags = [flag_stage(c) for c in self.made]
 
     def results(self, arrays: Sequence[Array]) -> Any:
         """The function's result with these arrays in place of the symbols."""

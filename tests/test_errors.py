@@ -371,8 +371,13 @@ def test_ids_are_checked_wherever_they_are_known(cpu):
 def test_ids_that_are_computed_are_clamped(device):
     table = np.arange(4, dtype=np.float32).reshape(4, 1)
     ids = sd.array(np.array([1], np.int32)) * 9
-    assert ops.embedding(table, ids).tolist() == [[3]]
-    _, pullback = sd.vjp(lambda w: ops.embedding(w, ids), table)
+    y = ops.embedding(table, ids)
+    with pytest.raises(IndexRangeError, match="ran from 9 to 9"):
+        y.tolist()
+    assert y.tolist() == [[3]]
+    y, pullback = sd.vjp(lambda w: ops.embedding(w, ids), table)
+    with pytest.raises(IndexRangeError, match="ran from 9 to 9"):
+        y.tolist()
     assert pullback(f32(1, 1)).tolist() == [[0]] * 4
 
 

@@ -22,6 +22,7 @@ LAYERS = (
         "dtypes",
         "engine",
         "finite",
+        "ids",
         "lowered",
         "array",
         "namespace",

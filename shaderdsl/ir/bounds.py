@@ -19,7 +19,8 @@ class HostCheck:
     """An index that depends on ids: to be looked at before a launch when the ids come
     from the host.
 
-    Wherever all ``guards`` hold, ``0 <= index < extent`` must hold.
+    Wherever all ``guards`` hold, ``0 <= index < extent`` must hold. Ids that the device
+    makes are looked at if ``flagged``.
     """
 
     index: Expr
@@ -28,6 +29,8 @@ class HostCheck:
     space: tuple[int, ...]
     array: str
     where: str
+    axis: int = 0
+    flagged: bool = True
 
 
 def check_ranges(
@@ -42,12 +45,12 @@ def check_ranges(
     """
     checks: list[HostCheck] = []
     for node, guards, space in _reads(root, tuple(extents)):
-        for i, n in zip(node.args, node.data.shape, strict=True):
+        for k, (i, n) in enumerate(zip(node.args, node.data.shape, strict=True)):
             low, high = interval(i, space)
             if (low >= 0 and high < n) or 0 in (n, *space):
                 continue
             if any(m.kind == "load" for m in E.topo(i)):
-                checks.append(_host_check(node, i, n, guards, space, op))
+                checks.append(_host_check(node, k, n, guards, space, op))
             elif not _implied(i, n, guards, space):
                 raise IndexRangeError(
                     f"an index of {node.data.name!r} runs from {low} to {high}, "
@@ -166,15 +169,14 @@ class _Risk:
 
 def _host_check(
     node: Expr,
-    i: Expr,
+    k: int,
     n: int,
     guards: tuple[Expr, ...],
     space: tuple[int, ...],
     op: str,
 ) -> HostCheck:
-    return HostCheck(
-        i, n, guards, space, node.data.name, f"{op} ({node.loc or E.user_location()})"
-    )
+    where = f"{op} ({node.loc or E.user_location()})"
+    return HostCheck(node.args[k], n, guards, space, node.data.name, where, k)
 
 
 def _with(guards: tuple[Expr, ...], more: Sequence[Expr]) -> tuple[Expr, ...]:

@@ -172,8 +172,9 @@ class KVCache:
     def step(self, model: Any, tokens: Array, start: Array | None = None) -> Array:
         """Take in one token a sequence, i32 ``[batch]``; logits ``[batch, vocab]``.
 
-        The tokens may be on the device only; those out of range are clamped. ``start``
-        is the length as an array, for those who have it there already.
+        The tokens may be on the device only; those out of range are clamped, and the
+        next read raises `IndexRangeError`. ``start`` is the length as an array, for
+        those who have it there already.
         """
         if start is None:
             self.check_room(model, 1)

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..array import Array, asarray
 from ..errors import DTypeError, ShapeError
+from ..ids import check_index
 from ..ir import expr as E
 from ..namespace import cast, where
 from . import heads
@@ -79,4 +80,5 @@ def row_positions(
             f"positions have shape {list(at.shape)} for ids of {list(ids.shape)}",
             where=E.user_location(),
         )
+    check_index(at, config.max_positions, "the positions", 0, "positions")
     return at

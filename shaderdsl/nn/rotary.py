@@ -13,7 +13,7 @@ from .. import ops
 from ..array import Array, asarray
 from ..errors import IndexRangeError, ShaderError, ShapeError
 from ..ir import expr as E
-from ..namespace import minimum
+from ..namespace import maximum, minimum
 from ..runtime import current
 from . import heads
 from .module import Module, static
@@ -160,10 +160,9 @@ def positions(length: int, start: Any, limit: int) -> Array:
     """
     if isinstance(start, int):
         return _arange(current(), start, length)
-    at: Array = minimum(
-        asarray(start, "i32") + _arange(current(), 0, length), limit - 1
-    )
-    return at
+    at = asarray(start, "i32") + _arange(current(), 0, length)
+    bounded: Array = maximum(minimum(at, limit - 1), 0)
+    return bounded
 
 
 def check_positions(start: Any, length: int, limit: int) -> None:
