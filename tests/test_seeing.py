@@ -198,6 +198,13 @@ def test_a_product_costs_two_operations_a_term(device):
     low = sd.lower(lambda a, b: a @ b, sd.spec("f32", 64, 96), sd.spec("f32", 96, 32))
     terms = 64 * 96 * 32
     assert low.kernels[0].flops == 2 * terms
+    # Nor is it lost where something follows in the same kernel.
+    fused = sd.lower(
+        lambda a, b, c: sd.gelu(a @ b) + c,
+        *(sd.spec("f32", *s) for s in [(64, 96), (96, 512), (64, 512)]),
+    )
+    least, rest = 2 * 64 * 96 * 512, 64 * 512
+    assert least < sum(k.flops for k in fused.kernels) < least + 40 * rest
     assert str(ops.linear.cost().flops) == "2*k*n*…"
 
 

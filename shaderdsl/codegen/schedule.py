@@ -199,16 +199,15 @@ def decode(
             current = w.let(f"{current} / {n}", depth, "q")
 
 
-def flops(bodies: Mapping[Member, Expr], space_of: Mapping[Member, int]) -> int:
+def flops(members: Sequence[Member], bodies: Mapping[Member, Expr]) -> int:
     """Floating-point operations: one for each arithmetic node and position."""
     total = 0
-    for m, body in bodies.items():
+    for m in dict.fromkeys([*members, *bodies]):
         # A contraction is laid out without its product.
-        whole = m.body if m.role == "contract" else body
-        nodes = sum(
-            1 for n in E.values(whole) if n.kind == "apply" and n.dtype == "f32"
-        )
-        total += (nodes + (1 if m.stage.kind == "reduce" else 0)) * space_of[m]
+        whole = m.role == "contract" or m not in bodies
+        values = E.values(m.body if whole else bodies[m])
+        nodes = sum(1 for n in values if n.kind == "apply" and n.dtype == "f32")
+        total += (nodes + (1 if m.stage.kind == "reduce" else 0)) * math.prod(m.space)
     return total
 
 
@@ -239,7 +238,6 @@ def finish(
     grid: tuple[int, int, int],
 ) -> Kernel:
     """Put the text together with what it computes."""
-    spaces = {m: math.prod(m.space) for m in g.members}
     tensors = [t for t in w.bound if isinstance(t, Stage)]
     comment = list(
         dict.fromkeys(
@@ -256,7 +254,7 @@ def finish(
         params=w.param_block(),
         members=members_of(g),
         writes=writes_of(g),
-        flops=flops(layout.bodies, spaces),
+        flops=flops(g.members, layout.bodies),
         bytes=_moved(g, layout, tensors),
         reason="; ".join(dict.fromkeys(g.why)),
         in_range=archetype in IN_RANGE,
