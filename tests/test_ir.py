@@ -367,6 +367,7 @@ def misfit(body):
     """A node that ``apply`` would never make."""
     node = object.__new__(E.Expr)
     node.kind, node.args, node.data, node.dtype, node.free, node.loc = body
+    node.kept = None
     return node
 
 

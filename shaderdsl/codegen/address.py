@@ -71,10 +71,15 @@ def clamped(i: Expr, n: int, space: Sequence[int]) -> Expr:
 def load_address(node: Expr, space: Sequence[int]) -> Address:
     """Where a load reads."""
     stage: Stage = node.data
-    indices = [
-        clamped(i, n, space) for i, n in zip(node.args, stage.shape, strict=True)
-    ]
-    return linear(stage.shape, indices, space)
+
+    def find() -> Address:
+        indices = [
+            clamped(i, n, space) for i, n in zip(node.args, stage.shape, strict=True)
+        ]
+        return linear(stage.shape, indices, space)
+
+    found: Address = E.known(node, ("address", tuple(space)), find)
+    return found
 
 
 def linear(

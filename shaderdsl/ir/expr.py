@@ -28,10 +28,21 @@ class Expr:
 
     ``free`` is the bit mask of axes that the value depends on; ``loc`` is the user's
     ``file:line`` where the node was first made and ``label`` what the op calls a loaded
-    operand; neither is part of its identity.
+    operand; neither is part of its identity. ``kept`` holds what was found out about
+    the node, by question.
     """
 
-    __slots__ = ("__weakref__", "args", "data", "dtype", "free", "kind", "label", "loc")
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "data",
+        "dtype",
+        "free",
+        "kept",
+        "kind",
+        "label",
+        "loc",
+    )
     kind: str
     args: tuple[Expr, ...]
     data: Any
@@ -39,6 +50,7 @@ class Expr:
     free: int
     loc: str | None
     label: str | None
+    kept: dict[Any, Any] | None
 
     def __add__(self, other: Expr | float) -> Expr:
         return apply("add", self, other)
@@ -92,7 +104,7 @@ def _make(
             dtype,
             free,
         )
-        node.loc = node.label = None
+        node.loc = node.label = node.kept = None
         _table[full] = node
     return node
 
@@ -325,18 +337,21 @@ def topo(*roots: Expr, into: Callable[[Expr], bool] | None = None) -> list[Expr]
     """
     out: list[Expr] = []
     seen: set[Expr] = set()
-    stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(roots)]
+    # A node under a None has its operands behind it.
+    stack: list[Expr | None] = list(reversed(roots))
     while stack:
-        node, done = stack.pop()
-        if done:
-            out.append(node)
-            continue
-        if node in seen:
-            continue
-        seen.add(node)
-        stack.append((node, True))
-        if into is None or into(node):
-            stack.extend((x, False) for x in reversed(node.args) if x not in seen)
+        node = stack.pop()
+        if node is None:
+            done = stack.pop()
+            assert done is not None
+            out.append(done)
+        elif node not in seen:
+            seen.add(node)
+            if node.args and (into is None or into(node)):
+                stack += (node, None)
+                stack += node.args[::-1]
+            else:
+                out.append(node)
     return out
 
 
@@ -347,7 +362,26 @@ def values(*roots: Expr) -> list[Expr]:
 
 def loads(*roots: Expr) -> list[Expr]:
     """The load nodes below the roots, those inside indices included."""
-    return [n for n in topo(*roots) if n.kind == "load"]
+    if len(roots) != 1 or roots[0].kind == "load":
+        return [n for n in topo(*roots) if n.kind == "load"]
+    found: tuple[Expr, ...] = known(
+        roots[0], "loads", lambda: tuple(n for n in topo(*roots) if n.kind == "load")
+    )
+    return list(found)
+
+
+def known(node: Expr, question: Any, answer: Callable[[], Any]) -> Any:
+    """What was found out about a node: a constant, which is kept with it.
+
+    An answer must not refer to the node itself, which it would keep alive.
+    """
+    kept = node.kept
+    if kept is None:
+        kept = node.kept = {}
+    found = kept.get(question)
+    if found is None:
+        found = kept[question] = answer()
+    return found
 
 
 def bits(mask: int) -> Iterator[int]:
