@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import hashlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from . import data, nn
+from . import data, nn, tree
 from .errors import CheckpointError, ShaderError
 from .trainer import TrainConfig, Trainer
 
-__all__ = ["Adapters", "FineTuner", "tokenizer_of", "tokens_of"]
+__all__ = ["Adapters", "FineTuner", "base_of", "tokenizer_of", "tokens_of"]
 
 TOKENIZER = "tokenizer.json"
 
@@ -31,7 +34,8 @@ class Adapters:
 class FineTuner(Trainer):
     """A :class:`Trainer` whose model comes from a Hugging Face folder.
 
-    Its checkpoints are such folders again, or peft's adapter folders.
+    Its checkpoints are such folders again, or peft's adapter folders. Resuming needs
+    the model that it came from, unchanged where adapters alone were saved.
 
     Args:
         folder: where the model is.
@@ -44,8 +48,6 @@ class FineTuner(Trainer):
         ShaderError: sequences longer than the model's positions, tokens that it does
             not have, adapters that do not fit.
     """
-
-    resumable = False
 
     def __init__(
         self,
@@ -90,6 +92,52 @@ class FineTuner(Trainer):
         # The frozen weights are captured: no argument, no gradient.
         return model if self.adapters is None else nn.lora.join(model, self._frozen)
 
+    def _origin(self) -> dict[str, Any]:
+        adapters = self.adapters
+        origin = {
+            "folder": str(self.folder.resolve()),
+            "adapters": None if adapters is None else dataclasses.asdict(adapters),
+            "sha256": None if adapters is None else self._digest,
+        }
+        return {"base": origin}
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        """Of the weights that adapters stand beside."""
+        digest = hashlib.sha256()
+        for path in sorted(self.folder.glob("*.safetensors")):
+            with open(path, "rb") as file:
+                while block := file.read(1 << 24):
+                    digest.update(block)
+        return digest.hexdigest()
+
+    @classmethod
+    def _begun(
+        cls,
+        about: dict[str, Any],
+        config: TrainConfig,
+        text: np.ndarray,
+        source: Sequence[str],
+    ) -> Self:
+        folder, adapters, digest = base_of(about)
+        tuner = cls(folder, config, text, source, adapters=adapters)
+        if digest is not None and digest != tuner._digest:
+            raise CheckpointError(
+                f"{folder} has other weights than when the fine-tuning began",
+                cure="put the model back that its adapters were trained for",
+            )
+        return tuner
+
+    def _read_model(self, folder: Path) -> Any:
+        if self.adapters is None:
+            return super()._read_model(folder)
+        ours, _ = nn.lora.split(nn.lora.load(self._loaded, folder))
+        leaves, structure = tree.flatten(self.model)
+        found = tree.leaves(ours)
+        if [x.shape for x in found] != [x.shape for x in leaves]:
+            raise CheckpointError(f"{folder} holds other adapters than {self.adapters}")
+        return tree.unflatten(structure, found)
+
     def _write_model(self, folder: Path) -> None:
         if self.adapters is not None:
             nn.lora.save(self._whole(self.model), folder, base=str(self.folder))
@@ -97,6 +145,24 @@ class FineTuner(Trainer):
         nn.save(self.model, folder)
         if path := tokenizer_of(self.folder):
             shutil.copy(path, folder / TOKENIZER)
+
+
+def base_of(about: dict[str, Any]) -> tuple[Path, Adapters | None, str | None]:
+    """Folder, adapters and digest of the model that a fine-tuning began from.
+
+    Raises:
+        CheckpointError: the checkpoint is of none.
+    """
+    try:
+        base = about["base"]
+        adapters = base["adapters"]
+        if adapters is not None:
+            adapters = Adapters(**{**adapters, "targets": tuple(adapters["targets"])})
+        return Path(base["folder"]), adapters, base["sha256"]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"the checkpoint is of no fine-tuning that can be resumed: {error}"
+        ) from error
 
 
 def tokenizer_of(folder: Path) -> Path | None:

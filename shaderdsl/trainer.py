@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -111,8 +111,6 @@ class Trainer:
 
     #: what one token of the text is
     unit = "byte"
-    #: whether :meth:`resume` can go on from its checkpoints
-    resumable = True
 
     def _first_model(self) -> Any:
         """What is trained, as it is at step 0."""
@@ -245,7 +243,7 @@ class Trainer:
         about = {
             "step": self.step,
             "tokens": f"{self.unit}s",
-            "resumable": self.resumable,
+            **self._origin(),
             "text": {
                 "sha256": data.digest(self.text),
                 "bytes": len(self.text),
@@ -259,10 +257,34 @@ class Trainer:
     def _write_model(self, folder: Path) -> None:
         nn.save(self.model, folder)
 
+    def _read_model(self, folder: Path) -> Any:
+        """What :meth:`_write_model` wrote."""
+        return _same_shapes(nn.load(folder), self.model, folder)
+
+    def _origin(self) -> dict[str, Any]:
+        """What a checkpoint says about where the model came from."""
+        return {}
+
+    @classmethod
+    def _begun(
+        cls,
+        about: dict[str, Any],
+        config: TrainConfig,
+        text: np.ndarray,
+        source: Sequence[str],
+    ) -> Self:
+        """A trainer at step 0 of the run that a checkpoint is of."""
+        if "base" in about:
+            raise CheckpointError(
+                "a fine-tuning, which goes on from its base",
+                cure="resume it with FineTuner.resume",
+            )
+        return cls(config, text, source)
+
     @classmethod
     def resume(
         cls, run: Path, text: np.ndarray, config: TrainConfig | None = None
-    ) -> Trainer:
+    ) -> Self:
         """Goes on from the newest checkpoint of a run as if it had never stopped.
 
         Args:
@@ -275,7 +297,7 @@ class Trainer:
                 model, or the text is another.
         """
         folder = checkpoint.latest(run)
-        about = _about(folder)
+        about = about_run(folder)
         if about["text"]["sha256"] != data.digest(text):
             raise CheckpointError(
                 f"{run} was trained on another text ({about['text']['bytes']:,} bytes; "
@@ -283,8 +305,8 @@ class Trainer:
                 cure="give the same --text files in the same order, unchanged",
             )
         source = about["text"]["files"]
-        trainer = cls(config or _config(about, folder), text, source)
-        trainer.model = _same_shapes(nn.load(folder), trainer.model, folder)
+        trainer = cls._begun(about, config or _config(about, folder), text, source)
+        trainer.model = trainer._read_model(folder)
         trainer.state = _load_state(folder, trainer.state)
         trainer.step = int(about["step"])
         trainer.history = about["history"]
@@ -294,7 +316,7 @@ class Trainer:
 def saved_run(run: Path) -> tuple[TrainConfig, list[str]]:
     """What a run was started with: its configuration and its text files."""
     folder = checkpoint.latest(run)
-    about = _about(folder)
+    about = about_run(folder)
     return _config(about, folder), about["text"]["files"]
 
 
@@ -302,7 +324,12 @@ def _zero() -> Array:
     return asarray(np.zeros((), np.float32))
 
 
-def _about(folder: Path) -> dict[str, Any]:
+def about_run(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says about its run.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     path = folder / "trainer.json"
     try:
         about = json.loads(path.read_text())
@@ -313,12 +340,7 @@ def _about(folder: Path) -> dict[str, Any]:
             f"cannot read {path}: {error}",
             cure="give a folder that `shaderdsl train --out` wrote to",
         ) from error
-    if not about.get("resumable", True):
-        raise CheckpointError(
-            f"{folder} is of a fine-tuning, which cannot be resumed",
-            cure="begin again with --from, from what it made where that is a model",
-        )
-    return about
+    return dict(about)
 
 
 def _config(about: dict[str, Any], folder: Path) -> TrainConfig:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import shaderdsl as sd
@@ -372,8 +373,58 @@ def test_fine_tuning_a_folder(lora, tmp_path, text_file, capsys):
     what += [] if lora else [str(out)]
     assert main([*what, "--max-new-tokens", "2", "--ids", "5"]) == 0
     assert main([*words]) == 1  # the folder is there already
-    assert main(["train", "--resume", "--out", str(out)]) == 1
-    assert "cannot be resumed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all", "lora"])
+def test_fine_tuning_goes_on_bit_for_bit(lora, tmp_path, text_file, capsys):
+    from shaderdsl.nn.safetensors import SafetensorsFile
+
+    words = ["train", "--from", str(HF), "--text", str(text_file)]
+    words += ["--length", "8", "--batch", "2", "--save-every", "2"]
+    more = ["--lora", "--rank", "2", "--alpha", "3", "--targets", "q_proj,down_proj"]
+    words += more if lora else []
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main([*words, "--out", str(whole), "--steps", "5"]) == 0
+    # the same run, which was lost after step 4
+    assert main([*words, "--out", str(parts), "--steps", "5"]) == 0
+    for folder in parts.glob("step-*"):
+        if folder.name != "step-000004":
+            shutil.rmtree(folder)
+    capsys.readouterr()
+    again = [*words, "--out", str(parts), "--steps", "5", "--resume"]
+    short = ["train", "--resume", "--out", str(parts)]
+    assert main(again if lora else short) == 0
+    assert "resumed at step 4 of 5" in capsys.readouterr().out
+    ends = [folder / "step-000005" for folder in (whole, parts)]
+    names = sorted(p.name for p in ends[0].glob("*.safetensors"))
+    assert names == sorted(p.name for p in ends[1].glob("*.safetensors"))
+    assert len(names) == 2
+    for name in names:
+        a, b = (SafetensorsFile(folder / name) for folder in ends)
+        assert sorted(a.tensors) == sorted(b.tensors)
+        for tensor in a.tensors:
+            np.testing.assert_array_equal(a.read(tensor), b.read(tensor))
+    # another base or other adapters are refused
+    for wrong in (["--from", str(tmp_path)], *([["--rank", "3"]] if lora else [])):
+        assert main([*short, *wrong]) == 2
+        assert "cannot become" in capsys.readouterr().err
+
+
+def test_adapters_go_on_from_their_own_base_only(tmp_path, text_file, capsys):
+    base, out = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(HF, base)
+    words = ["train", "--from", str(base), "--lora", "--text", str(text_file)]
+    words += ["--length", "8", "--batch", "2", "--steps", "1", "--out", str(out)]
+    assert main(words) == 0
+    weights = base / "model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    assert main(["train", "--resume", "--out", str(out), "--steps", "2"]) == 1
+    assert "other weights" in capsys.readouterr().err
+    plain = tmp_path / "plain"
+    (plain / "step-000001").mkdir(parents=True)
+    assert main(["train", "--resume", "--out", str(plain)]) == 1
 
 
 def test_fine_tuning_with_a_tokenizer(tmp_path, text_file, capsys):
@@ -403,7 +454,7 @@ def test_fine_tuning_with_a_tokenizer(tmp_path, text_file, capsys):
         (["--rank", "3"], 2, "--from"),
         (["--from", str(HF), "--rank", "3"], 2, "--lora"),
         (["--from", str(HF), "--hidden", "3"], 2, "--hidden"),
-        (["--from", str(HF), "--resume"], 2, "--resume"),
+        (["--from", str(HF), "--resume"], 1, "no checkpoint"),
         (["--from", "/nowhere"], 1, "cannot read"),
         (["--from", str(HF), "--lora", "--targets", "z_proj"], 1, "z_proj"),
         (["--from", str(HF), "--length", "1000"], 1, "128 positions"),

@@ -9,7 +9,7 @@ Ctrl-C saves and stops; --resume goes on as if nothing had happened.
 --from DIR goes on from a Hugging Face folder: all of its weights, or with --lora
 adapters beside them, which are saved as peft saves them. The text becomes tokens by
 DIR's tokenizer.json, or bytes where there is none; token files (.npy) are taken as they
-are. Fine-tuning cannot be resumed.
+are. It is resumed as any other run, with the model that it began from in its place.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .progress import Progress
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..finetune import Adapters
     from ..parallel import Group
     from ..trainer import TrainConfig, Trainer
 
@@ -134,12 +135,14 @@ def _run(args: argparse.Namespace, group: Group | None) -> int:
     from . import UsageError
 
     args.follows = group is not None and group.rank > 0
-    if args.base is not None:
+    if args.resume:
+        trainer, out = _resumed(args)
+    elif args.base is not None:
         trainer, out = _tuned(args)
     elif args.lora or any(getattr(args, o[2:]) is not None for o, _, _ in LORA):
         raise UsageError("--lora and its options need --from DIR")
     else:
-        trainer, out = _resumed(args) if args.resume else _fresh(args)
+        trainer, out = _fresh(args)
     return train(trainer, out, args.save_every, args.judge_every, group)
 
 
@@ -193,9 +196,8 @@ def train(
         if trainer.step < config.steps:
             trainer.save(out)
             draw(trainer.history, out / "loss.png")
-            print(f"stopped at step {trainer.step}; saved", end="")
-            again = f". Go on with: shaderdsl train --resume --out {out}"
-            print(again if trainer.resumable else "")
+            again = f"Go on with: shaderdsl train --resume --out {out}"
+            print(f"stopped at step {trainer.step}; saved. {again}")
             return 130
         print("judging all of the held-out text", flush=True)
         held_out = trainer.held_out_loss(progress=_Judging())
@@ -262,8 +264,6 @@ def _tuned(args: argparse.Namespace) -> tuple[Trainer, Path]:
     from . import UsageError
 
     given = _given(args)
-    if args.resume:
-        raise UsageError("fine-tuning cannot be resumed; leave out --resume")
     if sizes := [f for f in SIZES if f in given]:
         raise UsageError(f"--{sizes[0].replace('_', '-')} is decided by {args.base}")
     if not args.lora and any(getattr(args, o[2:]) is not None for o, _, _ in LORA):
@@ -295,20 +295,54 @@ def _fresh(args: argparse.Namespace) -> tuple[Trainer, Path]:
 
 
 def _resumed(args: argparse.Namespace) -> tuple[Trainer, Path]:
-    from ..trainer import Trainer, saved_run
+    from .. import checkpoint, finetune
+    from ..trainer import Trainer, about_run, saved_run
     from . import UsageError
 
     out = args.out or _last_run()
     saved, files = saved_run(out)
     _refuse_changes(saved, _given(args))
     config = dataclasses.replace(saved, steps=args.steps or saved.steps)
-    trainer = Trainer.resume(out, _text(args.text or files), config)
+    about = about_run(checkpoint.latest(out))
+    trainer: Trainer
+    if "base" in about:
+        base = _same_base(args, *finetune.base_of(about)[:2])
+        text = finetune.tokens_of(base, args.text or files)
+        trainer = finetune.FineTuner.resume(out, text, config)
+    elif args.base or args.lora or any(getattr(args, o[2:]) for o, _, _ in LORA):
+        raise UsageError(f"{out} is no fine-tuning; leave out --from and --lora")
+    else:
+        trainer = Trainer.resume(out, _text(args.text or files), config)
     if trainer.step > config.steps:
         raise UsageError(f"{out} is at step {trainer.step}, past {config.steps}")
     print(f"resumed at step {trainer.step} of {config.steps}", flush=True)
     if config.steps != saved.steps:
         print(f"the schedule ends at step {config.steps} now, not at {saved.steps}")
     return trainer, out
+
+
+def _same_base(args: argparse.Namespace, base: Path, adapters: Adapters | None) -> Path:
+    """Where a fine-tuning began; what is said of it again must be the same."""
+    from . import UsageError
+
+    said: dict[str, tuple[Any, Any]] = {}
+    if args.base is not None:
+        said["--from"] = args.base.resolve(), base
+    if args.lora:
+        said["--lora"] = True, adapters is not None
+    for option, _, _ in LORA:
+        value = getattr(args, option[2:])
+        if value is not None:
+            have = adapters and getattr(adapters, option[2:])
+            have = ",".join(have) if isinstance(have, tuple) else have
+            said[option] = value, have
+    for option, (now, before) in said.items():
+        if now != before:
+            raise UsageError(
+                f"{option} was {before} when this run began and cannot become {now}; "
+                "leave it out, or begin a new run"
+            )
+    return base
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
