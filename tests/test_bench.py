@@ -11,7 +11,7 @@ import shaderdsl as sd
 from shaderdsl import ops
 from shaderdsl.bench import measure, reference, report
 from shaderdsl.bench.measure import Bench, Record
-from shaderdsl.bench.rows import ROWS, chosen
+from shaderdsl.bench.rows import ROWS, chosen, order
 from shaderdsl.bench.work import Row, distance
 from shaderdsl.cli import main
 
@@ -116,6 +116,47 @@ def test_a_wrong_row_and_a_failing_row_are_told_and_not_timed(cpu):
     record = bench.row(right)
     assert not record.failed and record.seconds > 0
     assert record.value == pytest.approx(128 * 2048 * 4 / record.seconds / 1e9)
+
+
+def test_ceilings_come_first_then_models():
+    names = [r.name for r in sorted(ROWS, key=order)]
+    assert set(names[:2]) == {"copy", "matmul_4096x4096x4096"}
+    assert names[2].startswith("train_")
+
+
+def test_peers_are_timed_checked_and_left_out_when_time_is_short(cpu, monkeypatch):
+    monkeypatch.setattr(measure, "time_torch", lambda torch, run, seconds: run())
+    right = ROWS[NAMES.index("row_sum")]
+
+    def make(quick):
+        def torch(module, compiled):
+            if module.broken:
+                raise RuntimeError("no memory")
+            return lambda: 0.25 if compiled else 0.5
+
+        return dataclasses.replace(right.make(quick), torch=torch)
+
+    class Torch:
+        broken = False
+
+        class cuda:
+            empty_cache = staticmethod(lambda: None)
+
+        class _dynamo:
+            reset = staticmethod(lambda: None)
+
+    row = dataclasses.replace(right, make=make)
+    peers = ["torch", "torch.compile", "handwritten"]
+    record = Bench(True, 0.01, peers, Torch).row(row)
+    moved = 128 * 2048 * 4 / 1e9
+    assert record.peers == {"torch": moved / 0.5, "torch.compile": moved / 0.25}
+    record = Bench(True, 0.01, peers, Torch, 0.0).row(row)
+    assert list(record.peers) == ["torch"]
+    assert record.notes == ["torch.compile left out: the time is short"]
+    Torch.broken = True
+    record = Bench(True, 0.01, ["torch"], Torch).row(row)
+    assert record.notes == ["torch failed: RuntimeError: no memory"]
+    assert record.value and not record.failed
 
 
 def test_units():

@@ -58,12 +58,15 @@ class Bench:
         seconds: time for the calls of each row.
         peers: of `PEERS`.
         torch: the module, or None where it is not there.
+        compile_until: the reading of `time.perf_counter` after which torch.compile is
+            left out.
     """
 
     quick: bool
     seconds: float
     peers: Sequence[str] = ()
     torch: Any = None
+    compile_until: float = float("inf")
 
     def row(self, row: Row) -> Record:
         """Measure one row; whatever goes wrong is a note of its record."""
@@ -117,6 +120,9 @@ class Bench:
             elif work.torch is not None and self.torch is not None:
                 compiled = peer == "torch.compile"
                 if compiled and not work.compiles:
+                    return
+                if compiled and time.perf_counter() > self.compile_until:
+                    record.notes.append("torch.compile left out: the time is short")
                     return
                 run = work.torch(self.torch, compiled)
                 spent = time_torch(self.torch, run, self.seconds)
