@@ -25,7 +25,7 @@ from .ir.stage import Stage, retarget, topo_stages
 if TYPE_CHECKING:
     from .engine import Plan
 
-__all__ = ["check", "enabled"]
+__all__ = ["check", "enabled", "run_alone"]
 
 # Elements of a stage's space up to which the operation inside of it is looked for.
 _MOST = 1 << 24
@@ -66,7 +66,7 @@ def check(
             values[s] = _read(plan, given[s], s)
             started = max(started, _state(values[s]))
         else:
-            values[s] = _alone(s, values, scalars)
+            values[s] = run_alone(s, values, scalars)
             known = max((_state(values[n.data]) for n in s.loads), default=0)
             if _state(values[s]) > max(known, _written(s)):
                 raise _error(s, values, scalars)
@@ -106,7 +106,7 @@ def _written_anywhere(order: Sequence[Stage]) -> bool:
     return any(_written(s) for s in order)
 
 
-def _alone(
+def run_alone(
     s: Stage, values: Mapping[Stage, np.ndarray], scalars: Mapping[str, Any]
 ) -> np.ndarray:
     """One stage, run by itself on the device."""

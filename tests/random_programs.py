@@ -1,248 +1,414 @@
-"""Random programs over arrays: maps, reductions, contractions, views, gathers, masks,
-several outputs, shared parts.
+"""Random programs over arrays, as data: maps, reductions, contractions, gathers, views,
+masks, scans, windows, several results, shared parts, deep chains, many inputs, rank 0
+to 6.
 
-`program(seed)` gives a function and its arguments. What it computes is compared on a
-device with the float64 evaluation of its graph, and its gradients with float64
-differences. Run as a command: ``python tests/random_programs.py FIRST COUNT``.
+``draw(seed)`` gives a `Program`. It is replayable and can be cut down: a step that does
+not suit its operands any more passes the first one on.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 import shaderdsl as sd
-from shaderdsl import engine, tracing
-from shaderdsl.ir import interpret
+from shaderdsl import ops
+from shaderdsl.tracing import Traced, spec
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 33, 64)
+LARGEST = 60_000  # elements of one value
+RANKS = (0, 1, 1, 2, 2, 2, 3, 3, 4, 5, 6)
 
 
-def program(seed: int) -> tuple[Callable[..., Any], list[np.ndarray]]:
-    """A function of a few arrays, and arrays for it."""
-    plan = np.random.default_rng(seed)
-    sizes = [int(plan.choice(SIZES)) for _ in range(3)]
-    inputs = []
-    for _ in range(int(plan.integers(1, 5))):
-        rank = int(plan.integers(0, 4))
-        shape = [int(plan.choice([*sizes, 1])) for _ in range(rank)]
-        inputs.append((plan.standard_normal(shape) * 0.7).astype(np.float32))
+@dataclass(frozen=True)
+class Step:
+    """One value of a program.
 
-    def build(*xs: Any) -> Any:
-        rng = np.random.default_rng(seed + 1_000_000)
-        pool = list(xs)
-        for _ in range(int(rng.integers(3, 14))):
-            try:
-                y = step(rng, pool)
-            except sd.errors.ShapeError:
-                continue
-            if y is not None and y.size <= 60_000:
-                pool.append(y)
-        outs = pool[len(xs) :][-3:] or [pool[0] * 2.0]
-        return tuple(outs)
+    Args:
+        kind: a name in `KINDS`.
+        args: numbers of earlier values: the inputs first, then one a step.
+        n: numbers that say what exactly, whatever the operands are.
+    """
 
-    return build, inputs
+    kind: str
+    args: tuple[int, ...]
+    n: tuple[int, ...]
 
 
-def pick(rng: np.random.Generator, pool: list[Any]) -> Any:
-    """A value, recent ones more often."""
-    return pool[min(len(pool) - 1, int(len(pool) * rng.random() ** 0.6))]
+@dataclass(frozen=True)
+class Program:
+    """A function of arrays.
 
+    Args:
+        seed: of the inputs' values.
+        shapes: of the inputs.
+        steps: in order.
+        outs: numbers of the values that are results.
+    """
 
-def step(rng: np.random.Generator, pool: list[Any]) -> Any:
-    """One more value."""
-    x = pick(rng, pool)
-    kind = rng.choice(
-        [
-            "unary",
-            "binary",
-            "binary",
-            "reduce",
-            "softmax",
-            "matmul",
-            "view",
-            "slice",
-            "where",
-            "take",
-            "cumsum",
-            "norm",
-            "concat",
-            "pad",
-            "outer",
-            "arg",
-        ]
-    )
-    axis = int(rng.integers(0, x.ndim)) if x.ndim else 0
-    if kind == "unary":
-        f = rng.choice(
-            [
-                "sin",
-                "tanh",
-                "sigmoid",
-                "silu",
-                "square",
-                "exp",
-                "abs",
-                "softplus",
-                "neg",
-            ]
-        )
-        if f == "square":
-            return x * x
-        if f == "neg":
-            return -x
-        return sd.exp(sd.tanh(x)) if f == "exp" else getattr(sd, f)(x)
-    if kind == "binary":
-        y = pick(rng, pool)
-        f = int(rng.integers(0, 5))
+    seed: int
+    shapes: tuple[tuple[int, ...], ...]
+    steps: tuple[Step, ...]
+    outs: tuple[int, ...]
+
+    def inputs(self) -> list[np.ndarray]:
+        """f32 arrays, the same each time."""
         return [
-            lambda: x + y,
-            lambda: x * y,
-            lambda: x - y,
-            lambda: x / (y * y + 1.0),
-            lambda: sd.maximum(x, y),
-        ][f]()
-    if kind == "reduce" and x.ndim:
-        f = rng.choice(["sum", "mean", "max", "min", "logsumexp", "var"])
-        axes: Any = axis if rng.random() < 0.7 else None
-        return getattr(sd, f)(x, axis=axes, keepdims=bool(rng.random() < 0.5))
-    if kind == "softmax" and x.ndim:
-        return sd.softmax(x, axis=axis)
-    if kind == "norm" and x.ndim:
-        return x / sd.sqrt(sd.mean(x * x, axis=axis, keepdims=True) + 0.1)
-    if kind == "matmul" and x.ndim >= 1:
-        y = pick(rng, pool)
-        if y.ndim < 1:
-            return None
-        if y.ndim >= 2 and rng.random() < 0.5:
-            y = y.transpose(*range(y.ndim - 2), y.ndim - 1, y.ndim - 2)
-        if x.shape[-1] == (y.shape[-2] if y.ndim > 1 else y.shape[0]):
-            return (x @ y) * 0.3
-        return (
-            x @ x.transpose(*range(x.ndim - 2), x.ndim - 1, x.ndim - 2) * 0.2
-            if x.ndim > 1
-            else None
-        )
-    if kind == "outer" and x.ndim == 1:
-        y = pick(rng, pool)
-        return x.reshape(-1, 1) * y if y.ndim == 1 else None
-    if kind == "view" and x.ndim:
-        if rng.random() < 0.5:
-            return x.transpose(*rng.permutation(x.ndim).tolist())
-        return x.reshape(-1) if rng.random() < 0.5 else x.reshape(*x.shape[:axis], -1)
-    if kind == "slice" and x.ndim and x.shape[axis] > 1:
-        n = x.shape[axis]
-        cut = [
-            slice(1, None),
-            slice(None, -1),
-            slice(None, None, 2),
-            slice(None, None, -1),
-            slice(n // 2, n),
+            np.asarray(
+                np.random.default_rng([self.seed, k]).standard_normal(s) * 0.7,
+                np.float32,
+            )
+            for k, s in enumerate(self.shapes)
         ]
-        return x[(slice(None),) * axis + (cut[int(rng.integers(0, 5))],)]
-    if kind == "where":
-        y = pick(rng, pool)
-        return sd.where(x > 0.1, x, y)
-    if kind == "take" and x.ndim:
-        ids = rng.integers(0, x.shape[0], int(rng.integers(1, 9))).astype(np.int32)
-        return sd.take(x, ids)
-    if kind == "cumsum" and x.ndim:
-        return sd.cumsum(x, axis=axis) * 0.2
-    if kind == "concat" and x.ndim:
-        return sd.concatenate(
-            [x, sd.sin(x)] if rng.random() < 0.5 else [x, x * 2.0, x], axis=axis
+
+    def __call__(self, *xs: Any) -> tuple[Any, ...]:
+        values = list(xs)
+        for s in self.steps:
+            operands = [values[k] for k in s.args]
+            values.append(attempt(s.kind, operands, s.n))
+        # A result is something computed, and a float.
+        return tuple(values[k] * 1.0 for k in self.outs)
+
+    def without(self, k: int) -> Program:
+        """The program with step k left out: its readers get its first operand."""
+        gone, instead = len(self.shapes) + k, self.steps[k].args[0]
+
+        def moved(v: int) -> int:
+            v = instead if v == gone else v
+            return v - 1 if v > gone else v
+
+        steps = tuple(
+            replace(s, args=tuple(moved(v) for v in s.args))
+            for i, s in enumerate(self.steps)
+            if i != k
         )
-    if kind == "pad" and x.ndim:
-        return sd.pad(
-            x,
-            [(int(rng.integers(0, 3)), int(rng.integers(0, 3))) for _ in range(x.ndim)],
-        )
-    if kind == "arg" and x.ndim:
-        return sd.cast(sd.argmax(x, axis=axis), "f32") * 0.01
+        return replace(self, steps=steps, outs=tuple(moved(v) for v in self.outs))
+
+    def resized(self, old: int, new: int) -> Program:
+        """Every axis of one size made another."""
+        shapes = tuple(tuple(new if d == old else d for d in s) for s in self.shapes)
+        return replace(self, shapes=shapes)
+
+
+# ------------------------------------------------------------------ what a step does
+
+UNARY: tuple[Callable[[Any], Any], ...] = (
+    sd.sin,
+    sd.tanh,
+    sd.sigmoid,
+    sd.silu,
+    sd.abs,
+    sd.softplus,
+    sd.gelu,
+    sd.erf,
+    lambda x: x * x,
+    lambda x: -x,
+    lambda x: sd.exp(sd.tanh(x)),
+    lambda x: sd.log1p(x * x),
+    lambda x: sd.rsqrt(x * x + 0.5),
+    lambda x: sd.cos(x) * x,
+    lambda x: x**3 * 0.1,
+    lambda x: sd.sqrt(x * x + 0.1),
+)
+BINARY: tuple[Callable[[Any, Any], Any], ...] = (
+    lambda x, y: x + y,
+    lambda x, y: x * y,
+    lambda x, y: x - y,
+    lambda x, y: x / (y * y + 1.0),
+    sd.maximum,
+    sd.minimum,
+    lambda x, y: sd.where(y > 0.1, x, 0.0) + y,
+    lambda x, y: sd.atan2(x, y * y + 1.0),
+)
+REDUCTIONS = ("sum", "mean", "max", "min", "logsumexp", "var", "prod")
+
+
+def window(x):
+    return sd.sum(x.at(t=sd.index("t-k+1") + sd.index("k")), over="k") * 0.5
+
+
+WINDOWS = [sd.op("... t -> ... t-k+1", k=k)(window) for k in (2, 3)]
+
+
+@sd.op("... (h r) -> ... (h r)", r=2)
+def rotated(x):
+    sign = sd.where(sd.index("r") == 0, -1.0, 1.0)
+    return x * 0.6 + sign * x.at(r=1 - sd.index("r")) * 0.8
+
+
+@sd.op("... t, ... s -> ... t")
+def causal_sum(x, y):
+    """Under a mask that drops most of what is there."""
+    seen = sd.index("s") <= sd.index("t")
+    return x + 0.1 * sd.sum(sd.where(seen, y, 0.0), over="s")
+
+
+@sd.op("v d, t -> t d")
+def picked(table, ids):
+    return table.at(v=ids)
+
+
+@sd.op("t d -> t d")
+def neighbour(x):
+    """A guarded read of the row before, and the mirrored row."""
+    t = sd.index("t")
+    before = sd.where(t > 0, x.at(t=t - 1), 0.0)
+    return x.at(t=sd.extent("t") - 1 - t) * 0.5 + before
+
+
+def axis(x: Any, n: int) -> int:
+    return n % x.ndim
+
+
+def reduced(xs: Sequence[Any], n: Sequence[int]) -> Any:
+    (x,) = xs
+    over: Any = axis(x, n[1])
+    if n[2] % 4 == 0:
+        over = None
+    elif n[2] % 4 == 1 and x.ndim > 1:
+        over = tuple(sorted({over, axis(x, n[3])}))
+    name = REDUCTIONS[n[0] % len(REDUCTIONS)]
+    if name == "prod":
+        x = sd.tanh(x) * 0.2 + 1.0
+    return getattr(sd, name)(x, axis=over, keepdims=bool(n[2] // 4 % 2))
+
+
+def product(xs: Sequence[Any], n: Sequence[int]) -> Any:
+    x, y = xs
+    if n[0] % 2 and y.ndim > 1:
+        y = y.transpose(*range(y.ndim - 2), y.ndim - 1, y.ndim - 2)
+    if x.shape[-1] != y.shape[-2 if y.ndim > 1 else 0]:
+        if x.ndim < 2:
+            return None
+        y = x.transpose(*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
+    return x @ y * (1.0 / (1 + x.shape[-1] ** 0.5))
+
+
+def attended(xs: Sequence[Any], n: Sequence[int]) -> Any:
+    q, k = (x.reshape(-1, x.shape[-1]) if x.ndim else x for x in xs)
+    if k.ndim != 2 or q.shape[1] != k.shape[1]:
+        k = q
+    if q.shape[0] * k.shape[0] > LARGEST:
+        return None
+    causal = bool(n[0] % 2) and q.shape[0] <= k.shape[0]
+    shape = (1, *q.shape), (1, *k.shape)
+    v = sd.sin(k)
+    return ops.attention(
+        q.reshape(shape[0]), k.reshape(shape[1]), v.reshape(shape[1]), causal=causal
+    ).reshape(xs[0].shape)
+
+
+def sliced(xs: Sequence[Any], n: Sequence[int]) -> Any:
+    (x,) = xs
+    a = axis(x, n[0])
+    size = x.shape[a]
+    cut = (
+        slice(1, None),
+        slice(None, -1),
+        slice(None, None, 2),
+        slice(None, None, -1),
+        slice(size // 2, None),
+    )[n[1] % 5]
+    return x[(slice(None),) * a + (cut,)] if size > 1 else None
+
+
+def viewed(xs: Sequence[Any], n: Sequence[int]) -> Any:
+    (x,) = xs
+    if n[0] % 4 == 0:
+        return x.transpose(*np.random.default_rng(n[1]).permutation(x.ndim).tolist())
+    if n[0] % 4 == 1:
+        return x.reshape(-1)
+    if n[0] % 4 == 2:
+        return x.reshape(*x.shape[: axis(x, n[1])], -1)
+    return x.reshape(*x.shape[: axis(x, n[1])], 1, *x.shape[axis(x, n[1]) :])
+
+
+def split(xs: Sequence[Any], n: Sequence[int]) -> Any:
+    """An axis seen as two, and swapped with another."""
+    (x,) = xs
+    a = axis(x, n[0])
+    for k in (2, 3, 4):
+        if x.shape[a] % k == 0:
+            y = x.reshape(*x.shape[:a], k, x.shape[a] // k, *x.shape[a + 1 :])
+            order = list(range(y.ndim))
+            order[a], order[a + 1] = order[a + 1], order[a]
+            return y.transpose(*order) if y.ndim <= 6 else None
     return None
 
 
-def error(got: Any, want: np.ndarray) -> float:
-    """Largest difference, relative to the size of the array."""
-    want = np.asarray(want, np.float64)
-    if want.size == 0:
-        return 0.0
-    scale = max(1.0, float(np.abs(want).max()))
-    return float(np.abs(np.asarray(got, np.float64) - want).max()) / scale
+def taken(xs: Sequence[Any], n: Sequence[int]) -> Any:
+    (x,) = xs
+    ids = np.random.default_rng(n[0]).integers(0, x.shape[0], 1 + n[1] % 9)
+    ids = ids.astype(np.int32)
+    return picked(x, ids) if x.ndim == 2 and n[2] % 2 else sd.take(x, ids)
 
 
-def check(seed: int, tolerance: float = 2e-4) -> str | None:
-    """Run one program on the current device; what is wrong with it, or None."""
-    f, xs = program(seed)
-    traced = tracing.Traced(f, tuple(xs), "random")
-    given = dict(zip(traced.inputs, xs, strict=True))
-    captured = {
-        s: np.asarray(s.source)
-        for s in engine.captured_inputs(traced.outs, traced.inputs)
-    }
-    want = interpret.evaluate(traced.outs, given | captured)
-    got = sd.compile(f)(*xs)
-    for k, (g, w) in enumerate(zip(got, want, strict=True)):
-        if g.shape != w.shape or not error(g, w) < tolerance:
-            return (
-                f"seed {seed}: output {k} of shape {w.shape} is off by "
-                f"{error(g, w):.2e}"
+def routed(xs: Sequence[Any], n: Sequence[int]) -> Any:
+    """Rows chosen by what was computed."""
+    (x,) = xs
+    best = sd.argmax(x.reshape(x.shape[0], -1), axis=0)
+    return sd.take(x, best)
+
+
+def padded(xs: Sequence[Any], n: Sequence[int]) -> Any:
+    (x,) = xs
+    r = np.random.default_rng(n[0])
+    return sd.pad(x, [tuple(r.integers(0, 3, 2).tolist()) for _ in range(x.ndim)])
+
+
+def windowed(xs: Sequence[Any], n: Sequence[int]) -> Any:
+    (x,) = xs
+    return WINDOWS[n[0] % 2](x) if x.shape[-1] > 2 else None
+
+
+def chained(xs: Sequence[Any], n: Sequence[int]) -> Any:
+    """A deep chain, half of it shared."""
+    y, x = xs[0], xs[0]
+    for k in range(8 + n[0] % 25):
+        y = sd.sin(y * 1.01 + 0.1) if k % 3 else y * 0.9 + x * 0.1
+    return y
+
+
+def joined(xs: Sequence[Any], n: Sequence[int]) -> Any:
+    x, y = xs
+    if n[0] % 3 == 0 and x.shape == y.shape:
+        return sd.stack([x, y], axis=axis(x, n[1])) if x.ndim < 6 else None
+    return sd.concatenate([x, sd.sin(x), x][: 2 + n[0] % 2], axis=axis(x, n[1]))
+
+
+def outer(xs: Sequence[Any], n: Sequence[int]) -> Any:
+    x, y = xs
+    if x.ndim + y.ndim > 6:
+        return None
+    return x.reshape(*x.shape, *[1] * y.ndim) * y
+
+
+KINDS: dict[str, tuple[int, int, Callable[[Sequence[Any], Sequence[int]], Any]]] = {
+    # name: operands, least rank of the first, what it is
+    "unary": (1, 0, lambda xs, n: UNARY[n[0] % len(UNARY)](*xs)),
+    "binary": (2, 0, lambda xs, n: BINARY[n[0] % len(BINARY)](*xs)),
+    "reduce": (1, 1, reduced),
+    "softmax": (1, 1, lambda xs, n: sd.softmax(xs[0], axis=axis(xs[0], n[0]))),
+    "normal": (
+        1,
+        1,
+        lambda xs, n: (
+            xs[0]
+            / sd.sqrt(
+                sd.mean(xs[0] * xs[0], axis=axis(xs[0], n[0]), keepdims=True) + 0.1
             )
-    weights = [
-        np.random.default_rng(seed + k).standard_normal(w.shape)
-        for k, w in enumerate(want)
-    ]
-
-    def loss(*arrays: Any) -> Any:
-        total = 0.0
-        for y, w in zip(f(*arrays), weights, strict=True):
-            total = total + sd.sum(y * w.astype(np.float32))
-        return total
-
-    numbers = tuple(range(len(xs)))
-    _, gradients = sd.value_and_grad(loss, argnums=numbers)(*xs)
-    rng = np.random.default_rng(seed)
-    for k in numbers:
-        direction = rng.standard_normal(xs[k].shape)
-        slope = {}
-        for h in (1e-6, 1e-7):
-            ends = []
-            for sign in (1, -1):
-                moved = dict(given)
-                moved[traced.inputs[k]] = (
-                    xs[k].astype(np.float64) + sign * h * direction
-                )
-                values = interpret.evaluate(traced.outs, moved | captured)
-                ends.append(
-                    sum(
-                        float((v * w).sum())
-                        for v, w in zip(values, weights, strict=True)
-                    )
-                )
-            slope[h] = (ends[0] - ends[1]) / (2 * h)
-        have = float((np.asarray(gradients[k], np.float64) * direction).sum())
-        scale = max(1.0, float(np.abs(np.asarray(gradients[k])).sum()))
-        kink = abs(slope[1e-6] - slope[1e-7]) / scale
-        if kink < 1e-5 and not abs(have - slope[1e-6]) / scale < tolerance:
-            return (
-                f"seed {seed}: gradient {k} gives {have:.6g} along a direction, "
-                f"differences {slope[1e-6]:.6g}"
+        ),
+    ),
+    "matmul": (2, 1, product),
+    "attention": (2, 2, attended),
+    "outer": (2, 0, outer),
+    "view": (1, 1, viewed),
+    "split": (1, 1, split),
+    "slice": (1, 1, sliced),
+    "where": (2, 0, lambda xs, n: sd.where(xs[0] > 0.1, xs[0], xs[1])),
+    "take": (1, 1, taken),
+    "route": (1, 2, routed),
+    "cumsum": (1, 1, lambda xs, n: sd.cumsum(xs[0], axis=axis(xs[0], n[0])) * 0.2),
+    "join": (2, 1, joined),
+    "pad": (1, 1, padded),
+    "arg": (
+        1,
+        1,
+        lambda xs, n: (
+            xs[0] * 0.5
+            + sd.cast(
+                sd.argmax(xs[0], axis=axis(xs[0], n[0]), keepdims=True)
+                % 3, "f32",
             )
-    return None
+        ),
+    ),
+    "windows": (1, 1, windowed),
+    "rotate": (
+        1,
+        1,
+        lambda xs, n: rotated(xs[0]) if xs[0].shape[-1] % 2 == 0 else None,
+    ),
+    "causal": (
+        2,
+        1,
+        lambda xs, n: (
+            causal_sum(*xs) if xs[0].shape[:-1] == xs[1].shape[:-1] else None
+        ),
+    ),
+    "neighbour": (1, 2, lambda xs, n: neighbour(xs[0]) if xs[0].ndim == 2 else None),
+    "chain": (1, 0, chained),
+}  # fmt: skip
+# What is drawn more often than once.
+WEIGHTS = {"binary": 4, "unary": 3, "reduce": 3, "matmul": 3, "attention": 2, "view": 2}
+NAMES = [k for k in KINDS for _ in range(WEIGHTS.get(k, 1))]
 
 
-if __name__ == "__main__":
-    first, count = int(sys.argv[1]), int(sys.argv[2])
-    wrong = 0
-    for s in range(first, first + count):
-        try:
-            message = check(s)
-        except Exception as e:
-            message = f"seed {s}: {type(e).__name__}: {str(e)[:300]}"
-        if message:
-            wrong += 1
-            print(message, flush=True)
-    print(f"{count} programs, {wrong} wrong")
+def attempt(kind: str, operands: Sequence[Any], n: Sequence[int]) -> Any:
+    """A step's value; the first operand where the step does not suit them."""
+    value = suited(kind, operands, n)
+    return operands[0] if value is None else value
+
+
+def suited(kind: str, operands: Sequence[Any], n: Sequence[int]) -> Any:
+    """A step's value, or None where it does not suit its operands."""
+    count, rank, function = KINDS[kind]
+    if len(operands) != count or any(x.ndim < min(rank, 1) for x in operands):
+        return None
+    if operands[0].ndim < rank:
+        return None
+    try:
+        value = function(operands, n)
+    except sd.errors.ShapeError:  # sizes that do not fit each other
+        if count == 1:
+            raise
+        return None
+    if value is None or value.size > LARGEST or value.ndim > 6 or not value.size:
+        return None
+    return value
+
+
+# ------------------------------------------------------------------ drawing
+
+
+def draw(seed: int) -> Program:
+    """A program; every tenth has 40 inputs, every tenth few axes of many dimensions."""
+    r = np.random.default_rng(seed)
+    many, high = seed % 10 == 3, seed % 10 == 7
+    sizes = [int(n) for n in r.choice(SIZES[:6] if high else SIZES, 3)]
+    shapes = []
+    for _ in range(40 if many else int(r.integers(1, 5))):
+        rank = int(r.integers(4, 7)) if high else int(r.choice(RANKS[:8]))
+        shapes.append(tuple(int(r.choice([*sizes[: 2 if many else 3], 1]))
+                            for _ in range(rank)))  # fmt: skip
+    steps: list[Step] = []
+
+    def trace(*xs: Any) -> Any:
+        values = list(xs)
+
+        def add(kind: str, args: Sequence[int]) -> None:
+            n = tuple(int(v) for v in r.integers(0, 1 << 16, 4))
+            value = suited(kind, [values[k] for k in args], n)
+            if value is not None:
+                steps.append(Step(kind, tuple(args), n))
+                values.append(value)
+
+        def recent() -> int:
+            return min(len(values) - 1, int(len(values) * r.random() ** 0.6))
+
+        if many:  # each is used: what fits is added to what is there
+            for k in range(1, len(xs)):
+                add("binary", (len(values) - 1, k))
+        for _ in range(int(r.integers(2, 10))):
+            kind = str(r.choice(NAMES))
+            add(kind, [recent() for _ in range(KINDS[kind][0])])
+        return values[-1] * 1.0
+
+    Traced(trace, tuple(spec("f32", *s) for s in shapes), "drawing")
+    first, count = len(shapes), len(shapes) + len(steps)
+    used = {v for s in steps for v in s.args}
+    ends = [v for v in range(first, count) if v not in used]
+    outs = ends[-3:] + [v for v in range(max(first, count - 2), count) if v in used][:1]
+    return Program(seed, tuple(shapes), tuple(steps), tuple(outs or [0]))

@@ -1,0 +1,124 @@
+"""500 random programs, forward and gradient, against float64: each on the device
+``cpu``, every fifth in one more way, in turn. `program_checks` says which ways there
+are; as a command it runs more programs in all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from conftest import has_adapter
+from program_checks import WAYS, Job, check, fault, report, shrink, way
+from random_programs import KINDS, Program, Step, draw
+
+import shaderdsl as sd
+from shaderdsl.ir.primitives import PRIMITIVES
+
+COUNT, CHUNK = 500, 20
+MORE = [name for name in WAYS if name != "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    yield
+    sd.use_device("cpu")
+
+
+@pytest.mark.parametrize("first", range(0, COUNT, CHUNK))
+def test_on_numpy(first):
+    for seed in range(first, first + CHUNK):
+        program = draw(seed)
+        if check(program, ["cpu"]) is not None:
+            pytest.fail(f"seed {seed}: {report(program, ['cpu'])}")
+
+
+@pytest.mark.parametrize("first", range(0, COUNT, CHUNK))
+def test_in_one_more_way(first):
+    if not has_adapter():
+        pytest.skip("no adapter")
+    for seed in range(first, first + CHUNK, 5):
+        ways = [MORE[seed // 5 % len(MORE)]]
+        program = draw(seed)
+        if check(program, ways) is not None:
+            pytest.fail(f"seed {seed}: {report(program, ways)}")
+
+
+def test_every_kind_of_step_and_schedule_is_met():
+    kinds, ranks, archetypes, most = set(), set(), set(), 0
+    for seed in range(0, COUNT, 5):
+        program = draw(seed + seed // 5 % 5)
+        kinds |= {s.kind for s in program.steps}
+        ranks |= {len(s) for s in program.shapes}
+        most = max(most, len(program.shapes))
+        low = sd.lower(program, *program.inputs())
+        archetypes |= {k.archetype for k in low.kernels}
+    assert kinds == set(KINDS)
+    assert ranks == set(range(7)) and most == 40
+    assert {"map", "row", "column", "contract", "scan", "online"} <= archetypes
+    # The adjoint of a gather.
+    job = Job(next(p for p in map(draw, range(COUNT)) if p.steps[-1:] and
+                   p.steps[-1].kind == "take"))  # fmt: skip
+    assert job.wrt
+
+
+def test_a_program_is_the_same_each_time():
+    assert draw(7) == draw(7) and draw(7) != draw(8)
+    a, b = draw(11).inputs(), draw(11).inputs()
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert eval(repr(draw(5))) == draw(5)
+
+
+def test_what_is_wrong_is_found_and_cut_down(monkeypatch):
+    """tanh made wrong on the device alone."""
+    row = PRIMITIVES["tanh"]
+    wrong = dataclasses.replace(
+        row, numpy=lambda x: np.tanh(x) * (1 + 1e-2 * (x.dtype == np.float32))
+    )
+    monkeypatch.setitem(PRIMITIVES, "tanh", wrong)
+    sine, tanh = Step("unary", (0,), (0,) * 4), Step("unary", (2,), (1,) * 4)
+    program = Program(0, ((3, 4), (4,)), (sine, tanh, Step("outer", (3, 1), ())), (4,))
+    assert "off by" in check(program, ["cpu"])
+    small = shrink(program, lambda p: check(p, ["cpu"]))
+    assert small == Program(0, ((1, 1),), (Step("unary", (0,), (1,) * 4),), (1,))
+    assert repr(small) in report(program, ["cpu"])
+
+
+def test_cutting_down_keeps_what_matters():
+    def wrong(p):
+        kinds = [s.kind for s in p.steps]
+        return "matmul" in kinds and any(d >= 4 for s in p.shapes for d in s)
+
+    found = [p for p in map(draw, range(200)) if wrong(p)]
+    assert len(found) > 10
+    for p in found:
+        small = shrink(p, wrong)
+        assert len(small.steps) == len(small.outs) == 1 and len(small.shapes) <= 3
+        sd.lower(small, *small.inputs())  # still a program
+
+
+def test_a_wrong_derivative_is_found(monkeypatch):
+    row = PRIMITIVES["sin"]
+    wrong = dataclasses.replace(row, pull=lambda g, a, y: (-g * sd_cos(a[0]),))
+    monkeypatch.setitem(PRIMITIVES, "sin", wrong)
+    program = next(p for p in map(draw, range(100)) if check(p, ["cpu"]))
+    assert "derived slope" in check(program, ["cpu"])
+
+
+def sd_cos(x):
+    from shaderdsl.ir.expr import apply
+
+    return apply("cos", x)
+
+
+def test_ways_put_the_device_back():
+    if not has_adapter():
+        pytest.skip("no adapter")
+    device = sd.use_device("wgpu", limits="portable")
+    before = device.target
+    with way("gpu drawn", 1):
+        assert device.target.family == "gpu" and device.target.choice.seed == 1
+    assert device.target is before
+    assert fault(Job(draw(2)), "gpu drawn") is None
