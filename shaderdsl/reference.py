@@ -49,18 +49,18 @@ class Graph:
     def _given(self, args: Arrays) -> dict[Any, Any]:
         return dict(zip(self.inputs, args, strict=True)) | self.captured
 
-    def value(self, args: Arrays) -> list[Any]:
-        """The results."""
-        return interpret.evaluate(self.outs, self._given(args))
+    def value(self, args: Arrays, noise: Any = None) -> list[Any]:
+        """The results; under ``noise`` (see ``testing.rounding``) as f32 may give."""
+        return interpret.evaluate(self.outs, self._given(args), noise=noise)
 
-    def gradient(self, args: Arrays, cotangents: Arrays) -> list[Any]:
+    def gradient(self, args: Arrays, cotangents: Arrays, noise: Any = None) -> Any:
         """Cotangents of the float arguments, in order; zeros where none."""
         given = self._given(args)
         given |= {
             s: c for s, c in zip(self.seeds, cotangents, strict=True) if s is not None
         }
         real = [g for g in self.gradients if g is not None]
-        found = iter(interpret.evaluate(real, given))
+        found = iter(interpret.evaluate(real, given, noise=noise))
         return [
             np.zeros(np.shape(args[k])) if g is None else next(found)
             for k, g in zip(self.floats, self.gradients, strict=True)

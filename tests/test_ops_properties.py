@@ -184,7 +184,7 @@ def test_tolerance_says_where():
     with pytest.raises(
         AssertionError, match=r"y: 1 of 3 elements are wrong; at \(1,\)"
     ):
-        Tolerance().assert_close([1, 2, 3], [1, 2.1, 3], [1, 2.1, 3], "y")
+        Tolerance().assert_close([1, 2, 3], [1, 2.1, 3], [[1, 2.1, 3]], "y")
 
 
 def test_check_op_as_people_call_it(device):

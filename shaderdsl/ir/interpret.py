@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from .primitives import PRIMITIVES
 from .stage import MONOIDS, Stage, factors, topo_stages
 
 Array = Any  # numpy.ndarray of the dtype at hand
+Noise = Callable[[str, Array, int], Array]
 # Elements that one evaluation may hold; larger spaces are walked in pieces.
 _PIECE = 1 << 24
 _INTS = {"i32": np.int32, "u32": np.uint32, "bool": np.bool_}
@@ -25,8 +26,13 @@ def evaluate(
     inputs: Mapping[Stage, Array],
     dtype: str = "float64",
     scalars: Mapping[str, float] | None = None,
+    noise: Noise | None = None,
 ) -> list[Array]:
-    """Values of the outputs, given those of the input stages."""
+    """Values of the outputs, given those of the input stages.
+
+    ``noise`` changes each float that is computed: given the primitive (or ``"load"``),
+    the value and how many such are added up.
+    """
     values: dict[Stage, Array] = {}
     order = topo_stages(outs, stop=inputs)
     for s in order:
@@ -36,7 +42,7 @@ def evaluate(
                 given = given.astype(dtype)
             values[s] = given
         else:
-            values[s] = evaluate_stage(s, values, dtype, scalars)
+            values[s] = evaluate_stage(s, values, dtype, scalars, noise)
     return [values[s] for s in outs]
 
 
@@ -45,11 +51,12 @@ def evaluate_stage(
     values: Mapping[Stage, Array],
     dtype: str = "float64",
     scalars: Mapping[str, float] | None = None,
+    noise: Noise | None = None,
 ) -> Array:
     """One stage, given arrays of every stage that it loads."""
     assert s.body is not None
     with np.errstate(all="ignore"):
-        ev = _Evaluator(s, values, np.dtype(dtype), scalars or {})
+        ev = _Evaluator(s, values, np.dtype(dtype), scalars or {}, noise)
         r = ev.reduce() if s.kind == "reduce" else ev.full(s.body, range(len(s.ext)))
     r = np.ascontiguousarray(np.broadcast_to(r, s.ext)).reshape(s.shape)
     if s.dtype == "f16":  # what storing would keep
@@ -82,7 +89,9 @@ class _Evaluator:
         values: Mapping[Stage, Array],
         dtype: Any,
         scalars: Mapping[str, float],
+        noise: Noise | None = None,
     ):
+        self.noise = noise
         self.s, self.values, self.dtype, self.scalars = s, values, dtype, scalars
         self.space = list(s.space)
         self.ranges = [np.arange(n, dtype=np.int32) for n in self.space]
@@ -96,7 +105,11 @@ class _Evaluator:
         """An array that broadcasts over the current ranges."""
         for n in E.values(root):
             if n not in self.memo:
-                self.memo[n] = self._node(n)
+                v = self._node(n)
+                if self.noise is not None and n.kind in ("apply", "load"):
+                    name = n.data if n.kind == "apply" else "load"
+                    v = self.noise(name, v, math.prod(self.s.rext))
+                self.memo[n] = v
         return self.memo[root]
 
     def _node(self, n: Expr) -> Array:
