@@ -4,9 +4,36 @@ from __future__ import annotations
 
 import os
 
+import judges
 import pytest
 
 import shaderdsl as sd
+
+
+@pytest.fixture(scope="session", autouse=True)
+def second_judge():
+    """Every shader that was compiled in this process passes Tint, too."""
+    texts: set[str] = set()
+    try:
+        from shaderdsl.runtime.pipelines import Pipelines
+    except ImportError:
+        yield
+        return
+    make = Pipelines._make
+
+    def noted(self, kernel, key, future):
+        make(self, kernel, key, future)
+        if future.exception() is None:
+            texts.add(kernel.wgsl)
+
+    Pipelines._make = noted
+    yield
+    Pipelines._make = make
+    if judges.available():
+        wrong = judges.refused(
+            sorted(filter(judges.in_the_standard, texts)), portable=False
+        )
+        assert not wrong, f"Tint refuses {len(wrong)} of {len(texts)}:\n{wrong[0]}"
 
 
 def has_adapter() -> bool:

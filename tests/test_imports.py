@@ -35,7 +35,15 @@ LAYERS = (
     ),
     ("ops", "interop"),
     ("nn", "optim", "schedules"),
-    ("bench", "checkpoint", "data", "finetune", "parallel", "trainer"),
+    (
+        "bench",
+        "checkpoint",
+        "data",
+        "finetune",
+        "parallel",
+        "pytest_plugin",
+        "trainer",
+    ),
     ("web",),
     ("cli", "__main__"),
 )

@@ -200,3 +200,93 @@ def test_check_op_as_people_call_it(device):
         ),
         examples=12,
     )
+
+
+# ------------------------------------------------------------------ tolerances, pytest
+
+
+def test_an_ops_own_bound(cpu):
+    """Far below a guess, and what it allows is what cancellation makes of rounding."""
+    near = ops.silu
+    check_op(near, examples=3)
+    off = sd.op("n -> n")(lambda x: x * (1 + 3e-6))  # 25 units in the last place
+    with pytest.raises(AssertionError, match="allowed"):
+        check_op(off, lambda x: x * 1.0, examples=3, show=lambda text: None)
+    off = sd.op("n -> n")(lambda x: x * 1.0)
+    cancelled = sd.op("n -> n")(lambda x: (1.0 + x) - 1.0)
+    check_op(off, examples=3)
+    check_op(cancelled, lambda x: x * 1.0, examples=6, kinds=("tiny",), dtypes=("f32",))
+
+
+def test_bounds_are_those_that_are_promised():
+    from wgsl_numerics import FUNCTIONS
+
+    from shaderdsl.testing.rounding import ULPS
+
+    promised = {f.name.removesuffix("_f32"): f.bound for f in FUNCTIONS}
+    assert promised == ULPS
+
+
+def test_frozen_operands_are_looked_at(cpu, monkeypatch):
+    from shaderdsl.testing import check
+
+    seen = []
+    real = check.grad
+
+    def noted(loss, numbers):
+        seen.append(len(numbers))
+        return real(loss, numbers)
+
+    monkeypatch.setattr(check, "grad", noted)
+    check_op(ops.swiglu, examples=8, kinds=("ordinary",), dtypes=("f32",))
+    assert {1, 2} <= set(seen)
+
+
+def test_seeds_draw_other_cases(cpu):
+    def drawn(seed):
+        cases_ = []
+        op = sd.op("a b -> a b")(lambda x: x * 2.0)
+
+        def noted(x):
+            cases_.append((x.shape, x.tobytes()))
+            return x * 2.0
+
+        check_op(op, noted, examples=5, gradients=False, seed=seed)
+        return cases_
+
+    assert drawn(None) == drawn(None)
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+PLUGGED = """
+import shaderdsl as sd
+from shaderdsl.runtime import current
+from shaderdsl.testing import check, check_op
+
+def test_here():
+    assert current().kind == "cpu"
+    assert check.default_seed == 7
+    check_op(sd.op("n -> n")(lambda x: sd.exp(x) * 0.5), kinds=("ordinary", "ties"))
+"""
+
+
+def test_the_pytest_plugin(tmp_path):
+    import subprocess
+    import sys
+
+    (tmp_path / "test_mine.py").write_text(PLUGGED)
+
+    def pytest_(*options):
+        call = [sys.executable, "-m", "pytest", "-p", "shaderdsl.pytest_plugin", "-q"]
+        return subprocess.run(
+            [*call, "-p", "no:cacheprovider", *options, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+        )
+
+    done = pytest_("-v", "--shaderdsl-device=cpu", "--shaderdsl-seed=7")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "shaderdsl: device 'cpu', seed 7" in done.stdout
+    done = pytest_("--shaderdsl-device=quantum")
+    assert done.returncode != 0 and "quantum" in done.stderr + done.stdout

@@ -26,6 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="one object a line: op, passed, seconds"
     )
+    parser.add_argument(
+        "--examples", type=int, default=25, metavar="N", help="cases an op (25)"
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="draw other cases, the same for each N"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
         problem = None
         start = time.perf_counter()
         try:
-            check_op(op, **_options(module, op))
+            options = {"examples": args.examples, "seed": args.seed}
+            check_op(op, **options | _options(module, op))
         except (AssertionError, ShaderError) as error:
             failed += 1
             problem = str(error)

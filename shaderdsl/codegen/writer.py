@@ -51,7 +51,8 @@ def literal(value: bool | int | float, dtype: str) -> str | None:
         )
     if dtype == "u32":
         return f"{value}u"
-    single = np.float32(value)
+    with np.errstate(over="ignore"):  # beyond the range it is infinite
+        single = np.float32(value)
     if not math.isfinite(single):
         return None
     text = repr(float(str(single)))

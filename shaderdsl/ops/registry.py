@@ -40,7 +40,7 @@ from . import (
 from . import references as R
 
 #: Kinds of values (see ``shaderdsl.testing``) that an op takes without overflow.
-SMOOTH = ("ordinary", "tiny", "huge", "zeros")
+SMOOTH = ("ordinary", "tiny", "huge", "zeros", "ties")
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ _ATTENTION: dict[str, Any] = {
 }
 
 _ENTRIES = (
-    Entry(silu, R.silu, {"...": 64}, kinds=(*SMOOTH, "infinite")),
+    Entry(silu, R.silu, {"...": 64}, kinds=(*SMOOTH, "infinite", "nan")),
     Entry(gelu, R.gelu, {"...": 64}, {"approximate": ("none", "tanh")}),
-    Entry(softplus, R.softplus, {"...": 64}, kinds=(*SMOOTH, "infinite")),
+    Entry(softplus, R.softplus, {"...": 64}, kinds=(*SMOOTH, "infinite", "nan")),
     Entry(swiglu, R.swiglu, {"...": 64}),
     Entry(geglu, R.geglu, {"...": 64}, {"approximate": ("none", "tanh")}),
     Entry(

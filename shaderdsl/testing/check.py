@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import hypothesis
 import numpy as np
 from hypothesis import HealthCheck, given, reject, settings
 
@@ -17,6 +18,9 @@ from .gradients import Graph, compare_slopes, loss_of, scalar_loss, several
 from .rounding import Rounding, allowance
 from .script import script
 from .strategies import Case, cases
+
+# What the pytest plugin sets.
+default_seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def check_op(
     examples: int = 25,
     gradients: bool = True,
     tolerance: Tolerance | None = None,
-    derandomize: bool = True,
+    seed: int | None = None,
     show: Callable[[str], None] = print,
     **draws: Any,
 ) -> None:
@@ -86,7 +90,8 @@ def check_op(
         examples: how many cases are drawn.
         gradients: whether gradients are checked (for ordinary, tiny and huge values).
         tolerance: what counts as equal.
-        derandomize: draw the same cases each time.
+        seed: which cases are drawn; the same ones each time by default, or those of
+            the pytest option ``--shaderdsl-seed``.
         show: gets the script that repeats a failure.
         draws: options of ``cases``.
 
@@ -94,11 +99,12 @@ def check_op(
         AssertionError: for the smallest case that fails.
     """
     failed: list[Case] = []
+    seed = default_seed if seed is None else seed
 
     @settings(
         max_examples=examples,
         deadline=None,
-        derandomize=derandomize,
+        derandomize=seed is None,
         database=None,
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
@@ -118,6 +124,8 @@ def check_op(
             failed.append(case)
             raise
 
+    if seed is not None:
+        run = hypothesis.seed(seed)(run)
     try:
         run()
     except Exception:

@@ -14,7 +14,7 @@ NUMPY = {
     "u32": np.uint32,
     "bool": np.bool_,
 }
-KINDS = ("ordinary", "tiny", "huge", "zeros", "infinite")
+KINDS = ("ordinary", "tiny", "huge", "zeros", "ties", "infinite", "nan")
 LAYOUTS = ("contiguous", "transposed", "strided", "reversed", "offset")
 
 
@@ -36,7 +36,8 @@ def make(
         dtype: f32, f16, i32, u32 or bool.
         kind: ``ordinary`` is standard normal; ``tiny`` 1e-8 … 1e-3; ``huge`` 10 … 1e4;
             ``zeros`` has zeros of both signs among ordinary values; ``infinite`` has
-            infinities among them.
+            infinities among them, ``nan`` NaNs and infinities; ``ties`` has three
+            values only.
         seed: which of them.
         layout: how it lies in memory; all but ``contiguous`` are views.
         positive: the absolute value, kept off 0.
@@ -70,6 +71,11 @@ def _floats(r: np.random.Generator, n: tuple[int, ...], kind: str) -> Any:
         return sign * 10.0 ** r.uniform(1, 4, n)
     if kind == "zeros":
         return np.where(r.random(n) < 0.4, sign * 0.0, x)
+    if kind == "ties":
+        return np.clip(np.round(x), -1, 1)
+    if kind == "nan":
+        y = np.where(r.random(n) < 0.1, np.nan, x)
+        return np.where(r.random(n) < 0.1, sign * np.inf, y)
     if kind == "infinite":
         return np.where(r.random(n) < 0.2, sign * np.inf, x)
     if kind != "ordinary":
