@@ -73,6 +73,10 @@ class TransformerConfig:
         ):
             _positive(name, getattr(self, name))
         _positive("max_positions", self.max_positions)
+        for name in ("norm_eps", "rope_theta", "soft_cap", "final_soft_cap"):
+            _number(name, getattr(self, name))
+        for theta in self.rope_thetas or ():
+            _number("a rope_theta", theta)
         fill("num_kv_heads", self.num_heads)
         _positive("num_kv_heads", self.num_kv_heads)
         if self.head_dim is None and self.hidden_size % self.num_heads:
@@ -130,6 +134,13 @@ class TransformerConfig:
         return self.rope_scalings[layer] if self.rope_scalings else self.rope_scaling
 
 
+def _number(name: str, value: Any) -> None:
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    least = 0 if name == "norm_eps" else 1e-30
+    if value is not None and not (known and least <= value < 1e30):
+        raise ShaderError(f"{name} is {value!r}; it must be a number greater than 0")
+
+
 def _positive(name: str, value: Any) -> None:
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ShaderError(f"{name} is {value!r}; it must be a whole number ≥ 1")

@@ -101,6 +101,10 @@ def family_of(name: str) -> Family:
     return FAMILIES[name]
 
 
+#: More than any model has; beyond, a file was made to fill the memory.
+MOST_LAYERS = 10_000
+
+
 def read_config(raw: dict[str, Any], where: str) -> TransformerConfig:
     """A parsed ``config.json``.
 
@@ -109,11 +113,18 @@ def read_config(raw: dict[str, Any], where: str) -> TransformerConfig:
     """
     family = _find(raw, where)
     _refuse(raw)
+    for name in ("num_hidden_layers", "n_layer"):
+        layers = raw.get(name)
+        if isinstance(layers, int) and layers > MOST_LAYERS:
+            raise CheckpointError(
+                f"{where} makes no sense: {name} is {layers}, more than {MOST_LAYERS}"
+            )
     try:
         return TransformerConfig(family=family.name, **family.read(raw))
     except KeyError as error:
         raise CheckpointError(f"{where} has no entry {error}") from error
-    except (TypeError, ValueError, ShaderError) as error:
+    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError,
+            ShaderError) as error:  # fmt: skip
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{where} makes no sense: {error}") from error

@@ -84,7 +84,13 @@ class SafetensorsFile:
                 needed = max(needed, end)
         except CheckpointError:
             raise
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise CheckpointError(
                 f"{self.path} has no safetensors header: {error}", cure=_CURE
             ) from error

@@ -93,6 +93,7 @@ def write_folder(
 ) -> Path:
     """A folder of tensors and settings, which appears whole or not at all."""
     try:
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
     except ImportError as error:
         raise ShaderError(
@@ -115,8 +116,11 @@ def write_folder(
             aside.rmdir()
         else:
             os.rename(aside, target)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {target}: {error}") from error
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write {target}: {error}",
+            cure="see to the room on the disk; what was there is as it was",
+        ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     _sync(target)
@@ -218,7 +222,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"cannot read {path}: {error}", cure="give a folder that holds a model"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is no JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no settings")
@@ -240,7 +244,7 @@ def _files(folder: Path) -> list[SafetensorsFile]:
     ):
         raise CheckpointError(f"{index} has no weight_map")
     shards = sorted(set(table.values()))
-    gone = [s for s in shards if "/" in s or not (folder / s).is_file()]
+    gone = [s for s in shards if Path(s).name != s or not (folder / s).is_file()]
     if gone:
         raise CheckpointError(
             f"{folder} lacks {gone[0]} ({len(gone)} of {len(shards)} shards are gone)",

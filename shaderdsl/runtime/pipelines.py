@@ -61,12 +61,18 @@ class Pipelines:
                     new.append((kernel, key, future))
                 futures.append(future)
         workers = min(8, os.cpu_count() or 1, len(new))
-        if len(new) >= PARALLEL_FROM and workers > 1:
-            with ThreadPoolExecutor(workers) as threads:
-                list(threads.map(lambda job: self._make(*job), new))
-        else:
-            for job in new:
-                self._make(*job)
+        try:
+            if len(new) >= PARALLEL_FROM and workers > 1:
+                with ThreadPoolExecutor(workers) as threads:
+                    list(threads.map(lambda job: self._make(*job), new))
+            else:
+                for job in new:
+                    self._make(*job)
+        finally:
+            # Interrupted (Ctrl-C): nobody may wait for what will not be made.
+            for _, key, future in new:
+                if not future.done():
+                    self._give_up(key, future, CompilerError("compiling was stopped"))
         return [future.result() for future in futures]
 
     @staticmethod
@@ -84,9 +90,7 @@ class Pipelines:
                 compute={"module": module, "entry_point": "main"},
             )
         except Exception as error:
-            with self._lock:  # A later attempt may have a living device.
-                self._made.pop(key, None)
-            future.set_exception(self._refused(kernel, error))
+            self._give_up(key, future, self._refused(kernel, error))
             return
         with self._lock:
             self.compiled += 1
@@ -97,6 +101,13 @@ class Pipelines:
         if self.unchecked and kernel.in_range:
             return unchecked_module(self._gpu, kernel.name, kernel.wgsl)
         return self._gpu.create_shader_module(label=kernel.name, code=kernel.wgsl)
+
+    def _give_up(
+        self, key: Key, future: Future[tuple[Any, Any]], error: Exception
+    ) -> None:
+        with self._lock:  # A later attempt may have a living device.
+            self._made.pop(key, None)
+        future.set_exception(error)
 
     def _refused(self, kernel: Kernel, error: Exception) -> Exception:
         text = str(error).strip()
@@ -109,6 +120,9 @@ class Pipelines:
         return CompilerError(
             f"the driver refused the kernel {kernel.name}; this is a fault of "
             f"shaderdsl, not of your program:\n{text}\n{numbered}",
+            where=next(
+                filter(None, (getattr(s, "loc", None) for s in kernel.members)), None
+            ),
             cure="please report this text",
         )
 
