@@ -18,10 +18,7 @@ import json, sys, wgpudawn
 adapter = wgpudawn.gpu.request_adapter_sync()
 features = [f for f in ("shader-f16",) if f in adapter.features]
 portable, texts = json.load(sys.stdin)
-limits = {} if portable else dict(adapter.limits)
-device = adapter.request_device_sync(
-    required_features=features, required_limits=limits
-)
+device = adapter.request_device_sync(required_features=features)
 wrong = []
 for number, text in enumerate(texts):
     try:
@@ -30,7 +27,8 @@ for number, text in enumerate(texts):
             layout="auto", compute={"module": module, "entry_point": "main"}
         )
     except Exception as error:
-        wrong.append((number, str(error)))
+        if portable or "exceeds the maximum" not in str(error):
+            wrong.append((number, str(error)))
 print("judged", json.dumps([features, wrong]))
 """
 
@@ -48,7 +46,8 @@ def in_the_standard(text: str) -> bool:
 def refused(texts: Sequence[str], *, portable: bool = True) -> list[str]:
     """What Tint says against texts, each with the text itself.
 
-    ``portable`` holds them to the guaranteed limits.
+    ``portable`` holds them to the guaranteed limits; others are planned for an
+    adapter's own, and may bind more than Dawn's backend without a GPU allows.
     """
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM],
