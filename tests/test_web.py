@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import signal
+import subprocess
+import sys
+import urllib.request
 from dataclasses import replace
+from pathlib import Path
 
 import browser
 import numpy as np
@@ -14,10 +19,11 @@ from web_plan import WebPlan
 
 import shaderdsl as sd
 from shaderdsl import errors, nn, tree
+from shaderdsl.cli import main
 from shaderdsl.cli.source import arguments
 from shaderdsl.ops.registry import REGISTRY
 from shaderdsl.trainer import TrainConfig, Trainer
-from shaderdsl.web import export_demo, export_web
+from shaderdsl.web import export_decode, export_demo, export_web
 from shaderdsl.web.export import BROWSER
 from shaderdsl.web.files import static
 
@@ -167,6 +173,87 @@ def test_an_export_replaces_an_older_one_and_leaves_other_files(cpu, tmp_path):
     assert there == used
     assert not list(tmp_path.glob("*.safetensors"))
     assert (tmp_path / "mine.txt").read_text() == "kept"
+
+
+def test_a_model_generates_from_its_export(wgpu, tmp_path):
+    """Token for token what the model itself continues."""
+    config = nn.TransformerConfig(
+        vocab_size=40,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        ffn_size=24,
+        max_positions=64,
+    )
+    model = nn.Transformer.init(config, seed=3)
+    exported = export_decode(model, tmp_path, positions=24)
+    assert set(exported.inputs) - exported.given == {"ids", "start"}
+    prompt = [5, 17, 2]
+    wanted = model.generate(np.array(prompt, np.int32), max_new_tokens=12).tolist()
+    plan, tokens = WebPlan(tmp_path), list(prompt)
+    for at in range(len(wanted) - 1):
+        plan.run(ids=[tokens[at]], start=at)
+        if at + 1 == len(tokens):
+            tokens.append(int(np.argmax(plan.read("0"))))
+    assert tokens == wanted
+
+
+def test_the_command_writes_a_site(cpu, tmp_path, capsys):
+    out = tmp_path / "site"
+    assert main(["web", str(out), "--steps", "7", "--device", "cpu"]) == 0
+    assert f"site: {out}" in capsys.readouterr().out
+    about = json.loads((out / "demo.json").read_text())
+    assert about["steps"] == 7 and about["step"] == 0
+    for part in ("train", "decode"):
+        plan = json.loads((out / part / "plan.json").read_text())
+        assert all((out / part / k["file"]).is_file() for k in plan["kernels"])
+    assert (out / "index.html").is_file() and (out / "demo.js").is_file()
+    # The weights are in one place, and the decoding step shares them by name.
+    plan = json.loads((out / "train" / "plan.json").read_text())
+    assert set(about["model"]) <= {entry["name"] for entry in plan["inputs"]}
+    plan = json.loads((out / "decode" / "plan.json").read_text())
+    first = {entry["name"]: entry["initial"] for entry in plan["inputs"]}
+    assert {first[name] for name in about["model"]} == {None}
+
+
+def test_the_command_goes_on_from_a_run(cpu, tmp_path, capsys):
+    pytest.importorskip("safetensors")
+    text = tmp_path / "a.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog; " * 30)
+    trainer = small_trainer()
+    trainer = Trainer(trainer.config, trainer.text, [str(text)])
+    for _ in range(2):
+        trainer.advance()
+    trainer.save(tmp_path / "run")
+    words = ["web", str(tmp_path / "site"), "--from", str(tmp_path / "run")]
+    assert main([*words, "--device", "cpu"]) == 0
+    about = json.loads((tmp_path / "site" / "demo.json").read_text())
+    assert about["step"] == 2 and about["steps"] == 30
+    assert main(["web", str(tmp_path / "x"), "--from", str(tmp_path / "no")]) == 1
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_command_serves_until_it_is_interrupted(tmp_path):
+    words = ["web", str(tmp_path), "--steps", "1", "--device", "cpu", "--serve", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shaderdsl", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    try:
+        line = next(line for line in process.stdout if line.startswith("open http"))
+        address = line.split()[1]
+        with urllib.request.urlopen(f"{address}shaderdsl.js", timeout=30) as answer:
+            assert answer.headers.get_content_type() == "text/javascript"
+            assert b"navigator.gpu" in answer.read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        process.communicate()
 
 
 # ------------------------------------------------------------------ what is refused

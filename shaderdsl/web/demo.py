@@ -19,7 +19,7 @@ from ..trainer import TrainConfig, Trainer
 from .export import Exported, export_web
 from .files import static
 
-__all__ = ["DemoSite", "export_demo"]
+__all__ = ["DemoSite", "export_decode", "export_demo"]
 
 #: What the page trains unless it is told otherwise; seconds a hundred steps on a GPU.
 CONFIG = TrainConfig(steps=600, batch=8, length=128, warmup=30)
@@ -70,7 +70,7 @@ def export_demo(
         rows,
         page=False,
     )
-    decode = _export_decode(trainer.model, target / "decode")
+    decode = export_decode(trainer.model, target / "decode", weights=False, page=False)
     about = {
         "steps": config.steps,
         "step": trainer.step,
@@ -91,17 +91,44 @@ def export_demo(
     return DemoSite(target, train, decode)
 
 
-def _export_decode(model: Any, folder: Path) -> Exported:
-    """One token against a cache of all of the model's positions."""
+def export_decode(
+    model: Any,
+    folder: str | os.PathLike[str],
+    *,
+    positions: int | None = None,
+    weights: bool = True,
+    page: bool = True,
+) -> Exported:
+    """Write the step that generates text: one token against a cache of those before.
+
+    The page gives ``ids`` (one token) and ``start`` (its position), and reads the
+    logits of the next one, ``"0"``; the cache is state.
+
+    Args:
+        positions: room in the cache; by default all that the model has.
+        weights: whether the folder gets them; without, the page shares those of
+            another program.
+        page: whether to write ``index.html``.
+
+    Raises:
+        LimitError: the model, or its cache, is too large for a browser.
+    """
     config = model.config
-    rows = config.max_positions + CHUNK
+    rows = (positions or config.max_positions) + CHUNK
     width = config.num_kv_heads * config.head_dim
     empty = tuple(
         asarray(np.zeros((1, rows, width), np.float32))
         for _ in range(config.num_layers)
     )
-    weights = tree.map(lambda x: spec(x.dtype, *x.shape), model)
-    ids, start = spec("i32", 1), spec("i32")
+    shapes = tree.map(lambda x: spec(x.dtype, *x.shape), model)
     return export_web(
-        step_function, folder, weights, empty, empty, ids, start, None, page=False
+        step_function,
+        folder,
+        model if weights else shapes,
+        empty,
+        empty,
+        spec("i32", 1),
+        spec("i32"),
+        None,
+        page=page,
     )
