@@ -47,15 +47,18 @@ def heads(h, hk, t, s, d, b=1):
     return make(b, h, t, d), make(b, hk, s, d, seed=1), make(b, hk, s, d, seed=2)
 
 
-def exact(f, args, seeds):
-    """Results and gradients of the plain expression in float64."""
+def exact(f, args, seeds, at=None):
+    """Results and gradients of the plain expression in float64, at the arguments or
+    at values of more digits.
+    """
     traced = Traced(f, tuple(args), "exact")
     cots = [
         engine.placeholder(("dy", k), s.shape, "f32", "dy")
         for k, s in enumerate(traced.outs)
     ]
     grads = differentiate.vjp(traced.outs, cots, traced.inputs)
-    given = dict(zip(traced.inputs, (np.asarray(a, np.float64) for a in args)))
+    at = args if at is None else at
+    given = dict(zip(traced.inputs, (np.asarray(a, np.float64) for a in at)))
     given |= dict(zip(cots, (np.asarray(g, np.float64) for g in seeds)))
     for s in engine.captured_inputs(traced.outs, traced.inputs):
         given[s] = s.source.numpy()
@@ -575,3 +578,21 @@ def test_another_length_compiles_nothing(wgpu):
         with sd.profile() as p:
             f(*args, np.int32(n + 1)).numpy()
         assert p.compiled == 0
+
+
+@pytest.mark.parametrize(("text", "bytes_"), [("0", 0), ("4096", 4096), ("", None)])
+def test_what_scores_are_stored_is_a_setting(monkeypatch, wgpu, text, bytes_):
+    adapters = pytest.importorskip("shaderdsl.runtime.adapters")
+    monkeypatch.setenv("SHADERDSL_SCORES", text)
+    assert adapters._scores(77) == (77 if bytes_ is None else bytes_)
+    monkeypatch.setenv("SHADERDSL_SCORES", "much")
+    with pytest.raises(errors.DeviceError, match="SHADERDSL_SCORES"):
+        adapters._scores(0)
+
+
+def test_scores_below_the_setting_are_stored(retarget):
+    args = heads(4, 2, 33, 33, 16)
+    retarget(online_from=4 * 4 * 33 * 33 + 1)
+    assert "online" not in archetypes(ops.attention, *args)
+    retarget(online_from=4 * 4 * 33 * 33)
+    assert archetypes(ops.attention, *args) == ["online"]

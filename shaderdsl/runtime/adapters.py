@@ -109,6 +109,24 @@ def _preference(adapter: Any) -> tuple[bool, int]:
 ONLINE_FROM = 256 << 20
 
 
+def _scores(default: int) -> int:
+    """Bytes of scores from which they are never stored: ``SHADERDSL_SCORES``, or the
+    device's own.
+
+    Raises:
+        DeviceError: the variable is no number of bytes.
+    """
+    text = os.environ.get("SHADERDSL_SCORES", "").strip()
+    if not text:
+        return default
+    if not text.isdecimal():
+        raise DeviceError(
+            f"SHADERDSL_SCORES is {text!r}, which is no number of bytes",
+            cure="0 never stores scores of attention; unset, the device decides",
+        )
+    return int(text)
+
+
 def _describe(adapter: Any, number: int) -> DeviceInfo:
     info, have = adapter.info, adapter.features
     name = info["device"] or info["description"] or info["vendor"] or "unnamed"
@@ -124,7 +142,7 @@ def _describe(adapter: Any, number: int) -> DeviceInfo:
             timestamps="timestamp-query" in have,
         ),
         loop_budget=SOFTWARE_LOOP_BUDGET if software else UNBOUNDED_LOOP_BUDGET,
-        online_from=0 if software else ONLINE_FROM,
+        online_from=_scores(0 if software else ONLINE_FROM),
     )
     return DeviceInfo(
         spec=f"wgpu:{number}",
