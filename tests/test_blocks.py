@@ -188,21 +188,9 @@ def test_half_precision_weights(small):
     close(got[1].numpy().astype(np.float32), dw, 1e-3)
 
 
-@pytest.mark.parametrize("batch", [(3, 40), (2, 3, 16), (40, 3), (1, 77), (5, 8)])
+@pytest.mark.parametrize("batch", [(3, 40), (2, 3, 16), (40, 3), (1, 77), (5, 7)])
 def test_batches(small, batch):
     check(rows_of, *data(batch, 300, 12))
-
-
-def test_rows_that_no_binding_begins_at():
-    """Seven labels are no multiple of any adapter's alignment: stored whole."""
-    device = sd.use_device("wgpu")
-    before = device.target
-    device.target = dataclasses.replace(before, block_from=SMALL, online=False)
-    try:
-        check(rows_of, *data((5, 7), 300, 12), blocks=False)
-    finally:
-        device.target = before
-        sd.use_device("cpu")
 
 
 def test_options_compile_nothing(small):
@@ -255,6 +243,15 @@ def reshaped(x, w, y):
     return ops.cross_entropy(z.reshape((-1, z.shape[-1])), y.reshape((-1,)))
 
 
+def shifted(x, w, y):
+    """Logits without their last position: a part of the product is all of it."""
+    return ops.cross_entropy(ops.linear(x, w)[:, :-1], y[:, 1:])
+
+
+def later(x, w, y):
+    return ops.cross_entropy(ops.linear(x, w)[:, 3:], y[:, :-3], reduction="none")
+
+
 def perplexity(x, w, y):
     """The cotangent needs the loss of all rows: logits are made again."""
     return sd.exp(ops.cross_entropy(logits_of(x, w), y) * 0.5)
@@ -284,6 +281,12 @@ def test_spellings(small, f):
 @pytest.mark.parametrize("batch", [(3, 40), (77,)])
 def test_reshaped_logits(small, batch):
     check(reshaped, *data(batch, 300, 12))
+
+
+@pytest.mark.parametrize("f", [shifted, later])
+@pytest.mark.parametrize("batch", [(3, 40), (1, 78)])
+def test_parts_of_logits(small, f, batch):
+    check(f, *data(batch, 300, 12))
 
 
 def test_bias(small):

@@ -19,6 +19,7 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.stage import Stage, rebind, topo_stages
 from .blocks_graph import Body, Loop, Place, Refused, results
+from .blocks_narrow import narrowed
 from .blocks_rows import Axes, cut, read_rows
 from .member import Inliner, contract_parts
 from .target import Target
@@ -26,8 +27,6 @@ from .target import Target
 #: A block takes this share of the product, and this share of `Target.block_from` at
 #: least.
 SHARE, LEAST = 8, 8
-#: Blocks of more rows are multiples of these: whole tiles of a contraction.
-TILES = (64, 8)
 
 
 @dataclass
@@ -37,6 +36,7 @@ class Found:
     outs: list[Stage]
     loops: list[Loop] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    inside: set[Stage] = field(default_factory=set)  # products in blocks alone
 
 
 def find_loops(
@@ -61,6 +61,12 @@ def find_loops(
         large = [s for s in large if s not in never]
     if not large:
         return found
+    parts = narrowed(outs, large)
+    if parts != list(outs):
+        again = find_loops(parts, target, hidden)
+        again.inside |= set(large)
+        found.log = again.log
+        return again if again.loops else found
     taken: set[Stage] = set()
     for x in large:
         if x in taken:
@@ -78,6 +84,7 @@ def find_loops(
                 best = loops
         found.loops += best
         taken |= {s for loop in best for s in loop.places}
+        found.inside |= {s for loop in best for s in loop.large if s.kind == "reduce"}
         found.log += [_line(x, loop) for loop in best]
         if not best:
             found.log.append(f"{x.name} {list(x.shape)} is not cut into blocks: {why}")
@@ -177,7 +184,7 @@ class _Search:
             self.seeds.update(more)
         for loop, body in zip(loops, bodies, strict=True):
             loop.externals = list(body.externals)
-            loop.blocks = self._cut(loop, body.row_bytes, body.edges)
+            loop.blocks = self._cut(loop, body.row_bytes)
         return loops
 
     # -------------------------------------------------------------- what is inside
@@ -259,9 +266,7 @@ class _Search:
 
     # -------------------------------------------------------------- blocks
 
-    def _cut(
-        self, loop: Loop, row_bytes: dict[Stage, int], edges: set[int]
-    ) -> list[tuple[int, int]]:
+    def _cut(self, loop: Loop, row_bytes: dict[Stage, int]) -> list[tuple[int, int]]:
         limits = self.target.limits
         widest = max(s.nbytes // self.count for s in loop.large)
         budget = max(self.x.nbytes // SHARE, self.target.block_from // LEAST)
@@ -271,9 +276,8 @@ class _Search:
         align = limits.storage_alignment
         for n in row_bytes.values():
             steps = math.lcm(steps, align // math.gcd(align, n))
-        steps = math.lcm(steps, next((n for n in TILES if rows >= n), 1))
-        blocks = cut(self.count, rows, steps, edges)
-        if blocks is None or len(blocks) < 2:
+        blocks = cut(self.count, rows, steps)
+        if len(blocks) < 2:
             raise Refused("its rows cannot be cut where arrays may be bound")
         if max(n for _, n in blocks) * widest > limits.max_binding_bytes:
             raise Refused("a block would be more than a kernel may bind")

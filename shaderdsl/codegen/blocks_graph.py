@@ -4,12 +4,14 @@ of what they read.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.stage import MONOIDS, Stage, input_stage, make_reduce, map_stage, reduce_stage
-from .blocks_rows import Axes, block_extents, borders, leading, loaded_rows
+from .blocks_rows import Axes, leading, loaded_rows, own_indices
 from .member import contract_parts
 
 
@@ -79,7 +81,6 @@ class Body:
         sums: a result that is a sum over rows → the input that holds the sum so far.
         externals: the arrays outside, in order.
         products: products outside that have the same rows.
-        edges: rows after which a higher digit of some stage changes.
         row_bytes: bytes of a row of each array that is bound in parts.
     """
 
@@ -89,7 +90,6 @@ class Body:
         self.sums: dict[Stage, Stage] = {}
         self.externals: dict[Stage, None] = {}
         self.products: dict[Stage, Axes] = {}
-        self.edges: set[int] = set()
         self.row_bytes: dict[Stage, int] = {}
         self._made: dict[tuple[Stage, Axes], Stage] = {}
         self._inputs: dict[tuple[Stage, int], Stage] = {}
@@ -118,18 +118,21 @@ class Body:
         return self._made[key]
 
     def _build(self, s: Stage, place: Place) -> Stage:
+        """Row axes become one axis: the first, of a sum the first reduced one."""
         assert s.body is not None
-        extents = [s.space[a] for a in place.axes]
-        self.edges |= set(borders(extents))
-        space = list(s.space)
-        for a, n in zip(place.axes, block_extents(extents, self.rows), strict=True):
-            space[a] = n
-        body = self._rewrite(s, place.axes)
-        no = len(s.ext)
+        no, axes = len(s.ext), place.axes
+        out = [a for a in range(no) if a not in axes]
+        red = [a for a in range(no, len(s.space)) if a not in axes]
+        kept = [*out, *red]
+        row = (len(out) if place.summed else 0) if axes else None
+        if row is not None:
+            kept.insert(row, -1)
+        names = {a: E.index(k) for k, a in enumerate(kept) if a >= 0}
+        space = [self.rows if a < 0 else s.space[a] for a in kept]
+        body = self._rewrite(s, axes, names, row)
+        no = len(space) - len(s.rext if not place.summed else [-1, *red])
         if s.kind == "map":
-            return map_stage(
-                space[:no], body, s.name, groups=s.groups, dtype=s.dtype, loc=s.loc
-            )
+            return map_stage(space, body, s.name, dtype=s.dtype, loc=s.loc)
         assert s.monoid is not None
         if not place.summed:
             ones = {a: E.const(0) for a in E.bits(body.free) if space[a] == 1}
@@ -146,40 +149,45 @@ class Body:
 
     # -------------------------------------------------------------- bodies
 
-    def _rewrite(self, s: Stage, axes: Axes) -> Expr:
+    def _rewrite(
+        self, s: Stage, axes: Axes, names: dict[int, Expr], row: int | None
+    ) -> Expr:
         """The body on what there is within a block. A row's number as a value is read
-        from an array; as an index it stays.
+        from an array.
         """
         assert s.body is not None
         value: dict[Expr, Expr] = {}
-        after = len(s.space)  # stands for a row's digit as a value
-        for n in E.topo(s.body):
-            if n.kind == "index" and n.data in axes:
-                value[n] = E.index(after + n.data)
-            elif n.kind == "load":
-                value[n] = self._load(n, s, axes, value)
-            elif n.args:
-                value[n] = E.rebuild(n, tuple(value[x] for x in n.args))
-            else:
-                value[n] = n
-        body = value[s.body]
-        return E.substitute(
-            body,
-            {
-                after + a: self._position(s, axes, a)
-                for a in axes
-                if body.free >> (after + a) & 1
-            },
-        )
+        r = E.const(0) if row is None else E.index(row)
 
-    def _position(self, s: Stage, axes: Axes, axis: int) -> Expr:
+        def rewrite(root: Expr) -> Expr:
+            for n in E.topo(root, into=lambda n: n not in value and n.kind != "load"):
+                if n in value:
+                    continue
+                if n.kind == "index":
+                    value[n] = names.get(n.data) or self._position(s, axes, n.data, r)
+                elif n.kind == "load":
+                    value[n] = self._load(n, s, axes, r, rewrite)
+                else:
+                    value[n] = E.rebuild(n, tuple(value[x] for x in n.args))
+            return value[root]
+
+        return rewrite(s.body)
+
+    def _position(self, s: Stage, axes: Axes, axis: int, r: Expr) -> Expr:
         """The row's digit along one axis, from an array of them."""
         extents = [s.space[a] for a in axes]
         numbers = map_stage(extents, E.index(axes.index(axis)), "position")
-        n = E.load(numbers, [E.index(a) for a in axes])
-        return E.load(self._input(numbers, len(extents)), n.args)
+        return E.load(self._input(numbers, len(extents)), [r])
 
-    def _load(self, n: Expr, s: Stage, axes: Axes, value: dict[Expr, Expr]) -> Expr:
+    def _load(
+        self,
+        n: Expr,
+        s: Stage,
+        axes: Axes,
+        r: Expr,
+        rewrite: Callable[[Expr], Expr],
+    ) -> Expr:
+        """A load on a stage of the block, or on what stands for an array outside."""
         y: Stage = n.data
         count = self.loop.count
         place = self.loop.places.get(y)
@@ -189,21 +197,37 @@ class Body:
                 place = Place(own or ())
             elif own and _is_product(y):
                 self.products[y] = own
-        if place is None or place.summed:
-            rows = leading(n, axes, s.space, count) if axes else 0
-            args = [i if p < rows else value[i] for p, i in enumerate(n.args)]
-            new = E.load(self._input(y, rows), args)
+        if place is not None and not place.summed:
+            indices = own_indices(n, s.space)
+            counts = [indices[a] for a in place.axes]
+            if E.loads(*counts):
+                raise Refused(f"{y.name} is read across rows")
+            args = [rewrite(x) for a, x in enumerate(indices) if a not in place.axes]
+            new = E.load(self._stage(y, place), [r, *args] if place.axes else args)
         else:
-            stage = self._stage(y, place)
-            args = []
-            for i, group in zip(n.args, y.groups, strict=True):
-                counts = [a for a in group if a in place.axes]
-                if counts and E.loads(i):
-                    raise Refused(f"{y.name} is read across rows")
-                args.append(i if counts else value[i])
-            new = E.load(stage, args)
+            rows = leading(n, axes, s.space, count) if axes else 0
+            gathered = self._gathered(n, s, axes) if axes and not rows else None
+            if gathered is not None:
+                n, y, rows = gathered, gathered.data, len(axes)
+            args = [rewrite(i) for i in n.args[rows:]]
+            new = E.load(self._input(y, rows), [r, *args] if rows else args)
         new.loc, new.label = new.loc or n.loc, new.label or n.label
         return new
+
+    def _gathered(self, n: Expr, s: Stage, axes: Axes) -> Expr | None:
+        """What a load reads for each row, as an array of its own: rows that are not all
+        of an array, or do not come first in it. None where that would be large.
+        """
+        mask = sum(1 << a for a in axes)
+        if n.free & mask != mask or any(E.loads(i) for i in n.args):
+            return None
+        order = [*axes, *(a for a in E.bits(n.free) if a not in axes)]
+        ext = [s.space[a] for a in order]
+        if 2 * math.prod(ext) > self._least:
+            return None
+        own = {a: E.index(k) for k, a in enumerate(order)}
+        rows = map_stage(ext, E.substitute(n, own), f"{n.data.name}_rows")
+        return E.load(rows, [E.index(a) for a in order])
 
     def _pulled(self, y: Stage, own: Axes | None) -> bool:
         """Whether a map outside is computed in here: views, what is large, and what is
@@ -223,14 +247,13 @@ class Body:
         key = (outside, rows)
         if key not in self._inputs:
             shape = list(outside.shape)
-            shape[:rows] = block_extents(shape[:rows], self.rows)
+            shape[:rows] = [self.rows] if rows else []
             new = input_stage(shape, outside.dtype, outside.name)
             self._inputs[key] = new
             self.inputs[new] = (outside, rows > 0)
             self.externals[outside] = None
             if rows:
                 self.row_bytes[outside] = outside.nbytes // self.loop.count
-                self.edges |= set(borders(outside.shape[:rows]))
         return self._inputs[key]
 
 

@@ -1,15 +1,13 @@
 """Rows of a stage: the axes that together count through the rows of a loop over blocks.
 
-A row number is a mixed-radix number of some axes of a stage, most significant first. A
-block of rows shortens the extents of these axes and nothing else: indices that count
-rows stay as they are, because a block never crosses a digit's border halfway.
+A row number is a mixed-radix number of some axes of a stage, most significant first.
+Within a block these axes are one.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 
 from ..ir import expr as E
 from ..ir.expr import Expr
@@ -17,6 +15,9 @@ from ..ir.indexmap import affine, digits, number, split
 from ..ir.stage import Stage
 
 Axes = tuple[int, ...]
+
+#: Blocks of more rows are multiples of these: whole tiles of a contraction.
+TILES = (64, 8)
 
 
 def own_indices(n: Expr, space: Sequence[int]) -> list[Expr]:
@@ -98,46 +99,10 @@ def leading(n: Expr, axes: Axes, space: Sequence[int], count: int) -> int:
     return 0
 
 
-def block_extents(extents: Sequence[int], rows: int) -> list[int]:
-    """Extents of the digits within a block of rows."""
-    out = []
-    for n in reversed(extents):
-        out.append(min(n, rows))
-        rows = max(1, rows // n)
-    return out[::-1]
-
-
-def borders(extents: Sequence[int]) -> Iterator[int]:
-    """Rows after which a higher digit changes."""
-    step = 1
-    for n in reversed(extents[1:]):
-        step *= n
-        yield step
-
-
-def cut(
-    count: int, rows: int, steps: int, edges: Collection[int]
-) -> list[tuple[int, int]] | None:
-    """Blocks as (first row, rows), about ``rows`` each.
-
-    Args:
-        steps: blocks begin at multiples of so many rows.
-        edges: borders that a block keeps to, or covers whole.
-
-    Returns:
-        None if there is no such way.
+def cut(count: int, rows: int, steps: int) -> list[tuple[int, int]]:
+    """Blocks as (first row, rows), about ``rows`` each, that begin at multiples of
+    ``steps``.
     """
-    ordered = sorted({1, *edges, count})
-    if any(b % a for a, b in itertools.pairwise(ordered)):
-        return None
-    for inner, outer in itertools.pairwise(ordered):
-        unit = math.lcm(inner, steps)
-        taken = max(unit, rows // unit * unit)
-        aligned = outer == count or outer % steps == 0
-        if rows < outer and taken < outer and aligned:
-            return [
-                (start + at, min(taken, outer - at))
-                for start in range(0, count, outer)
-                for at in range(0, outer, taken)
-            ]
-    return None
+    whole = next((n for n in (math.lcm(steps, t) for t in TILES) if rows >= n), steps)
+    taken = max(steps, rows // whole * whole)
+    return [(at, min(taken, count - at)) for at in range(0, count, taken)]

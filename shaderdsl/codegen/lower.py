@@ -115,7 +115,7 @@ def _planned(
         _scalars([*outs, *(s for loop in found.loops for s in loop.places)]),
         (*found.log, *partition.log, *arrangement.log, *([note] if note else [])),
         arrangement.places,
-        frozenset(partition.online.virtual) | _never_whole(found),
+        frozenset(partition.online.virtual | found.inside),
     )
 
 
@@ -168,12 +168,6 @@ def trials(
         if one is not None:
             tried.setdefault(one.key, one)
     return list(tried.values())
-
-
-def _never_whole(found: Found) -> frozenset[Stage]:
-    """Reductions that exist in blocks alone."""
-    large = {s for loop in found.loops for s in loop.large}
-    return frozenset(s for s in large if s.kind == "reduce")
 
 
 def _scalars(outs: Sequence[Stage]) -> tuple[tuple[str, str], ...]:
