@@ -22,7 +22,7 @@ from .codegen.tuning import Trial
 from .errors import DeviceLostError, ShaderError
 from .ir import expr as E
 from .ir import interpret
-from .ir.stage import Stage
+from .ir.stage import Stage, topo_stages
 from .runtime import Buffer, Device, current, use_device
 from .runtime import tuned as files
 from .runtime.device import say_once
@@ -142,7 +142,11 @@ def find_best(trial: Trial, seconds: float) -> Result:
     if size > LARGEST_RESULT or space > LARGEST:
         result.skipped = "too large to compare with the plain expression"
         return result
-    data = Data.draw(trial)
+    try:
+        data = Data.draw(trial)
+    except (KeyError, ValueError, MemoryError) as error:
+        result.skipped = f"its plain expression cannot be evaluated: {_reason(error)}"
+        return result
     if data is None:
         result.skipped = "its plain expression is not finite on random inputs"
         return result
@@ -268,6 +272,11 @@ class Data:
     def draw(cls, trial: Trial) -> Data | None:
         """Random inputs of both signs, else positive ones; None if no result is finite
         on those either.
+
+        Raises:
+            ValueError: a kernel that was derived from more than it reads, such as the
+                sum that attention's backward takes from its results, cannot be
+                compared apart from them.
         """
         bounds = _id_bounds(trial)
         scalars = {
@@ -284,8 +293,15 @@ class Data:
                 s: v.astype(np.float64) if s.dtype in E.FLOATS else v
                 for s, v in given.items()
             }
-            for s in trial.members:
-                values[s] = interpret.evaluate_stage(s, values, "float64", scalars)
+            for member in trial.members:
+                # What a kernel computes for itself alone comes before its readers.
+                for s in topo_stages([member], stop=values):
+                    if s.kind == "input" and s not in values:
+                        raise ValueError(f"{s.name} is not among what it is given")
+                    if s not in values:
+                        values[s] = interpret.evaluate_stage(
+                            s, values, "float64", scalars
+                        )
             wanted = [values[s] for s in trial.outputs]
             if all(np.isfinite(w).all() for w in wanted):
                 dtypes = [s.dtype for s in trial.inputs]
@@ -311,7 +327,10 @@ def _random(
     if s.dtype == "bool":
         return np.asarray(rng.integers(0, 2, s.shape), np.bool_)
     kind = np.int32 if s.dtype == "i32" else np.uint32
-    return np.asarray(rng.integers(0, bounds.get(s, 8), s.shape), kind)
+    if s in bounds:
+        return np.asarray(rng.integers(0, bounds[s], s.shape), kind)
+    # Counts more likely than not: of steps, of rows.
+    return np.asarray(rng.integers(1, 8, s.shape), kind)
 
 
 def _id_bounds(trial: Trial) -> dict[Stage, int]:

@@ -349,3 +349,27 @@ def test_a_choice_of_other_fields_is_not_taken():
     assert fixed.decide("row", config, lambda: (), lambda s: True) is config
     assert not fixed.used
     assert choices.Survey().decide("row", config, lambda: (), lambda s: True) is config
+
+
+def test_a_step_of_adamw_is_tuned_in_its_contraction(gpu):
+    """Updates in an epilogue overwrite what they read; apart they are tried as maps."""
+    optimiser = sd.optim.AdamW(lr=1e-3)
+    weight = sd.asarray(np.ones((24, 16), np.float32))
+    x = sd.asarray(np.ones((8, 16), np.float32))
+
+    def step(model, state, x):
+        def loss(model):
+            return sd.mean(ops.linear(x, model["w"]) ** 2)
+
+        value, grads = sd.value_and_grad(loss)(model)
+        return (*optimiser.update(model, grads, state), value)
+
+    model = {"w": weight}
+    state = optimiser.init(model)
+    results = []
+    compiled = sd.compile(step, donate=("model", "state"))
+    with tuner.searching(tuner.Search(seconds=0.2, report=results.append)):
+        model, state, _ = compiled(model, state, x)
+    updates = [r for r in results if "adamw" in r.name and r.default.schedule != "map"]
+    assert updates and not any(r.skipped for r in updates)
+    assert np.isfinite(model["w"].numpy()).all()
