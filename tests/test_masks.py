@@ -178,6 +178,40 @@ def test_slopes_with_a_cache(device):
     near(np.concatenate([np.asarray(p) for p in pieces]), model(ids))
 
 
+@pytest.mark.parametrize("variant", [{}, {"positions": "learned"}])
+def test_documents_and_masks_in_a_cache(device, variant):
+    """In pieces of any size, what the whole gives; then tokens of the last document."""
+    config = nn.TransformerConfig(**{**SMALL, **variant})
+    model = nn.Transformer.init(config, seed=3)
+    ids = ids_of(2, 24)
+    documents = np.array([[4] * 9 + [0] * 15, [1] * 20 + [2] * 4], np.int32)
+    mask = np.ones((2, 24), np.int32)
+    mask[0, :3] = mask[1, 7:9] = 0
+    want = np.asarray(model(ids, documents=documents, mask=mask))
+    cache = model.new_cache(batch=2, capacity=30)
+    found = []
+    for a, b in ((0, 11), (11, 12), (12, 21)):
+        options = {"documents": documents[:, a:b], "mask": mask[:, a:b]}
+        found.append(np.asarray(model(ids[:, a:b], cache=cache, **options)))
+    # the rest is of the last document
+    found.append(np.asarray(cache.step(model, sd.array(ids[:, 21])))[:, None])
+    found.append(np.asarray(model(ids[:, 22:], cache=cache)))
+    seen = mask != 0
+    near(np.concatenate(found, axis=1)[seen], want[seen])
+    cache.clear()
+    near(model(ids, cache=cache), model(ids))
+
+
+def test_documents_after_tokens_of_one(device):
+    model = nn.Transformer.init(nn.TransformerConfig(**SMALL), seed=3)
+    ids = ids_of(10)
+    cache = model.new_cache(capacity=12)
+    model(ids[:4], cache=cache)
+    y = model(ids[4:], cache=cache, documents=np.array([0, 0, 7, 7, 7, 7]))
+    whole = model(ids, documents=np.array([0] * 6 + [7] * 4))
+    near(y, np.asarray(whole)[4:])
+
+
 def test_what_is_refused(cpu):
     model = nn.Transformer.init(nn.TransformerConfig(**SMALL))
     ids = ids_of(2, 4)
@@ -185,7 +219,8 @@ def test_what_is_refused(cpu):
         {"mask": np.ones(3, np.int32)},
         {"documents": np.zeros((4, 2), np.int32)},
         {"positions": np.zeros((1, 4), np.int32)},
-        {"cache": model.new_cache(batch=2), "mask": np.ones(4, np.int32)},
+        {"cache": model.new_cache(batch=2), "positions": np.ones(4, np.int32)},
+        {"cache": model.new_cache(batch=2), "mask": np.ones(3, np.int32)},
     ):
         with pytest.raises(ShapeError):
             model(ids, **options)

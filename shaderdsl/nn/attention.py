@@ -79,6 +79,7 @@ class Attention(Module):
         start: Any = 0,
         cached: tuple[Array, Array] | None = None,
         documents: Any = None,
+        others: Any = None,
         positions: Any = None,
         first: Any = None,
     ) -> Any:
@@ -88,6 +89,8 @@ class Attention(Module):
             start: position of the first row; a number or an array without dimensions.
             documents: i32 ``[t]`` or ``[b, t]``: a row sees those of its own document
                 only. Below 0 stands padding, which sees nothing and gives zeros.
+            others: i32 ``[…, capacity]``: the documents of a cache's rows, the new ones
+                among them.
             positions: i32 ``[t]`` or ``[b, t]``, of each row; only the rotary part
                 asks for them, what a row sees goes by its place.
             first: i32 ``[b]``: rows of the cache before it are padding, seen by none.
@@ -107,14 +110,20 @@ class Attention(Module):
         k = self._place(k, self.k_norm, cos, sin, 1)
         if documents is not None:
             documents = _row_ids(documents, x, "documents")
-            if cached is not None:
+            if (cached is None) is not (others is None):
                 raise ShapeError(
-                    "attention to a cache takes no documents", where=E.user_location()
+                    "documents of a cache's rows are needed with a cache, and only "
+                    "there",
+                    where=E.user_location(),
+                    cure="give them as others=",
                 )
         if cached is None:
             return self._attend(turned, k, v, q, None, documents)
         k, v = _append(cached[0], k, start), _append(cached[1], v, start)
-        return self._attend(turned, k, v, q, start, first=first), k, v
+        if others is not None:
+            others = _row_ids(others, k, "documents of the cache")
+        y = self._attend(turned, k, v, q, start, documents, others, first)
+        return y, k, v
 
     def _place(
         self, x: Array, norm: RMSNorm | None, cos: Any, sin: Any, parts: int
@@ -142,6 +151,7 @@ class Attention(Module):
         gate: Array,
         start: Any,
         documents: Array | None = None,
+        others: Array | None = None,
         first: Array | None = None,
     ) -> Array:
         options = {
@@ -158,7 +168,13 @@ class Attention(Module):
             options |= {"gate": gate if self.gated else None, "slopes": slopes}
             return self.o_proj(
                 heads.masked_attention(
-                    q, k, v, documents=documents, first=first, **options
+                    q,
+                    k,
+                    v,
+                    documents=documents,
+                    others=others,
+                    first=first,
+                    **options,
                 )
             )
         if self.gated:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,9 @@ __all__ = ["CHUNK", "KVCache"]
 #: never seen and are overwritten by the tokens that come there.
 CHUNK = 32
 _TILE = 64
+
+#: Documents of new tokens and of all rows, and positions of the new tokens.
+Marks = tuple[Array, Array, Array]
 
 
 class KVCache:
@@ -49,6 +52,8 @@ class KVCache:
         self._keys = tuple(zeros(self._shape) for _ in range(layers))
         self._values = tuple(zeros(self._shape) for _ in range(layers))
         self._lengths = [0] * layers
+        #: of each row that is held, i32 [batch, length]; None while all are of one
+        self._documents: np.ndarray | None = None
         self._place(np.zeros(batch, np.int32))
 
     @property
@@ -79,6 +84,7 @@ class KVCache:
     def clear(self) -> None:
         """Forget everything; the memory stays."""
         self._lengths = [0] * len(self._lengths)
+        self._documents = None
         self._place(np.zeros(self.batch, np.int32))
 
     def grow(self, capacity: int) -> None:
@@ -125,6 +131,7 @@ class KVCache:
         *,
         last: bool = False,
         padding: Sequence[int] | None = None,
+        documents: Any = None,
     ) -> Array:
         """Take in ids ``[t]`` or ``[batch, t]``; logits of all of them, or of the last.
 
@@ -134,6 +141,9 @@ class KVCache:
             padding: how many ids at the beginning of each sequence stand for nothing;
                 only the first ids of a cache can be padded. Their logits are
                 meaningless.
+            documents: i32 of the ids' shape or ``[t]``: a token sees its own, and
+                below 0 is seen by none. Without them, tokens go on with the last one
+                of their row.
         """
         a = asarray(ids)
         single = a.ndim == 1
@@ -147,18 +157,25 @@ class KVCache:
         if padding is not None:
             self._pad(padding, count)
         host = np.asarray(a).reshape(batch, count)
+        marks = self._mark(count, documents)
         # Pieces are written into one array, which takes the same texts for any number.
         whole: Array | None = None
         for at in range(0, count, CHUNK):
             piece = host[:, at : at + CHUNK]
             n = piece.shape[1]
             if n == 1:
-                logits = self.step(model, asarray(piece[:, 0])).reshape(batch, 1, -1)
+                tokens = asarray(piece[:, 0])
+                logits = self._advance(
+                    step_function, model, tokens, 1, marks=marks(at, 1)
+                )
+                logits = logits.reshape(batch, 1, -1)
             else:
                 if n < CHUNK:
                     piece = np.pad(piece, ((0, 0), (0, CHUNK - n)), mode="edge")
                 wanted = np.int32(n - 1) if last else None
-                logits = self._advance(_chunk, model, piece, n, wanted=wanted)
+                logits = self._advance(
+                    _chunk, model, piece, n, wanted=wanted, marks=marks(at, CHUNK)
+                )
             if not last and count > CHUNK:
                 if whole is None:
                     room = -(-count // CHUNK) * CHUNK
@@ -178,7 +195,8 @@ class KVCache:
         """
         if start is None:
             self.check_room(model, 1)
-        return self._advance(step_function, model, tokens, 1, start)
+        marks = self._mark(1, None)
+        return self._advance(step_function, model, tokens, 1, start, marks=marks(0, 1))
 
     def check_room(self, model: Any, count: int) -> None:
         """Refuse ``count`` more positions that do not fit.
@@ -214,6 +232,41 @@ class KVCache:
         )
         self._lengths = [k + count for k in self._lengths]
         return logits
+
+    def _mark(self, count: int, documents: Any) -> Callable[[int, int], Marks | None]:
+        """Note the documents of ``count`` new tokens.
+
+        Gives what a piece of them (its begin, its length) is told: the documents of its
+        tokens, of all rows, and the positions of its tokens in their documents.
+        """
+        known, length = self._documents, self.length
+        if documents is None and known is None:
+            return lambda at, n: None
+        if known is None:
+            row = np.arange(length)
+            known = np.where(row < self._padding[:, None], -1, 0).astype(np.int32)
+        if documents is None:
+            last = known[:, -1:] if length else np.zeros((self.batch, 1), np.int32)
+            new = np.repeat(last, count, axis=1)
+        else:
+            new = np.asarray(documents).astype(np.int32)
+            new = np.broadcast_to(new, (self.batch, count))
+        every = self._documents = np.concatenate([known, new], axis=1)
+        rows = np.full(self._shape[:2], -1, np.int32)
+        rows[:, : every.shape[1]] = every
+        others = asarray(rows)
+        places = [
+            (every[:, : length + i] == new[:, i : i + 1]).sum(axis=1)
+            for i in range(count)
+        ]
+        at_all = np.stack(places, axis=1).astype(np.int32)
+
+        def marks(at: int, n: int) -> Marks:
+            pad = ((0, 0), (0, max(0, at + n - count)))
+            own = np.pad(new[:, at : at + n], pad, constant_values=-1)
+            return asarray(own), others, asarray(np.pad(at_all[:, at : at + n], pad))
+
+        return marks
 
     def _pad(self, padding: Sequence[int], count: int) -> None:
         at = np.asarray(padding, np.int32)
@@ -258,10 +311,14 @@ def _blocks(
     ids: Array,
     start: Array,
     first: Array | None,
+    marks: Marks | None,
 ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
     """Rows of the last block, and the cache with those of ids ``[b, t]``."""
     length, limit = ids.shape[1], model.config.max_positions
-    if first is None:
+    own = others = None
+    if marks is not None:
+        own, others, at = marks
+    elif first is None:
         at = positions(length, start, limit)
     else:
         row = positions(length, start, keys[0].shape[1])
@@ -270,7 +327,15 @@ def _blocks(
     x = model.embed(ids, at=at)
     new_keys, new_values = [], []
     for block, k, v in zip(model.layers, keys, values, strict=True):
-        x, k, v = block(x, start=start, cached=(k, v), positions=at, first=first)
+        x, k, v = block(
+            x,
+            start=start,
+            cached=(k, v),
+            documents=own,
+            others=others,
+            positions=at,
+            first=first,
+        )
         new_keys.append(k)
         new_values.append(v)
     return x, tuple(new_keys), tuple(new_values)
@@ -284,10 +349,11 @@ def _chunk_of(
     start: Array,
     first: Array | None,
     wanted: Array | None,
+    marks: Marks | None = None,
 ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
     from . import heads
 
-    x, keys, values = _blocks(model, keys, values, ids, start, first)
+    x, keys, values = _blocks(model, keys, values, ids, start, first, marks)
     if wanted is not None:
         # Only the row that the next token is drawn from goes through the head.
         x = heads.row(x, wanted, n=1)
@@ -301,9 +367,10 @@ def _step_of(
     ids: Array,
     start: Array,
     first: Array | None,
+    marks: Marks | None = None,
 ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
     ids = ids.reshape(ids.shape[0], 1)
-    x, keys, values = _blocks(model, keys, values, ids, start, first)
+    x, keys, values = _blocks(model, keys, values, ids, start, first, marks)
     logits = model.head(model.norm(x))
     return logits.reshape(logits.shape[0], logits.shape[2]), keys, values
 

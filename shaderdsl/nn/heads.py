@@ -130,6 +130,7 @@ def masked_attention(
     *,
     gate: Any = None,
     documents: Any = None,
+    others: Any = None,
     first: Any = None,
     slopes: Any = None,
     **options: Any,
@@ -138,9 +139,10 @@ def masked_attention(
 
     Args:
         gate: [..., t, h · g · 2 · c], as of :func:`gated_attention`.
-        documents: i32 [..., t] of queries and keys alike; a query sees the keys of its
-            own, and below 0 sees none. A row that sees nothing gives zeros, and zero
-            gradients.
+        documents: i32 [..., t] of queries, and of keys if there are no ``others``; a
+            query sees the keys of its own, and below 0 sees none. A row that sees
+            nothing gives zeros, and zero gradients.
+        others: i32 [..., s] of keys.
         first: i32 [...]; the keys before it are seen by none.
         slopes: [h · g]: slope · (position - key) is taken off the scaled scores.
     """
@@ -148,7 +150,7 @@ def masked_attention(
     if gate is not None:
         given.append(gate)
     if documents is not None:
-        given += [documents, documents]
+        given += [documents, documents if others is None else others]
     if first is not None:
         given.append(first)
     if slopes is not None:

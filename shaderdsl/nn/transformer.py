@@ -50,6 +50,7 @@ class Block(Module):
         start: Any = 0,
         cached: tuple[Array, Array] | None = None,
         documents: Any = None,
+        others: Any = None,
         positions: Any = None,
         first: Any = None,
     ) -> Any:
@@ -61,6 +62,7 @@ class Block(Module):
             start=start,
             cached=cached,
             documents=documents,
+            others=others,
             positions=positions,
             first=first,
         )
@@ -128,7 +130,8 @@ class Transformer(Module):
                 padding, and positions count tokens only. Of the ids' shape or ``[t]``.
             documents: which document each token is of, where several are packed into a
                 row, i32 ≥ 0 of the ids' shape or ``[t]``: a token sees its own, and
-                positions start anew in each.
+                positions start anew in each. What a cache is given later without
+                documents goes on with the last one of its row.
             positions: i32 of the ids' shape or ``[t]``, in place of those.
             remat: the backward pass computes each block again and keeps its input only.
 
@@ -138,12 +141,10 @@ class Transformer(Module):
         """
         ids = check_ids(ids)
         if cache is not None:
-            if not (mask is None and documents is None and positions is None):
-                raise ShapeError(
-                    "a cache takes neither masks nor documents nor positions",
-                    where=E.user_location(),
-                )
-            return cache.run(self, ids)
+            if positions is not None:
+                raise ShapeError("a cache takes no positions", where=E.user_location())
+            segments = row_documents(ids, mask, documents)
+            return cache.run(self, ids, documents=segments)
         return self.head(
             self.hidden(
                 ids, mask=mask, documents=documents, positions=positions, remat=remat
