@@ -39,8 +39,11 @@ def available() -> bool:
 
 
 def in_the_standard(text: str) -> bool:
-    """Whether a text keeps to the standard: u64 is wgpu's own."""
-    return "u64" not in text
+    """Whether a text keeps to the standard: u64 is wgpu's own, and so are subgroups
+    without the directive that allows them.
+    """
+    subgroups = "subgroup" in text and "enable subgroups;" not in text
+    return "u64" not in text and not subgroups
 
 
 def refused(texts: Sequence[str], *, portable: bool = True) -> list[str]:

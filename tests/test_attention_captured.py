@@ -106,20 +106,26 @@ def lowered(name):
     args = [sd.spec("f32", 2, h, n, 16) for h, n in ((4, T), (2, S), (2, S))]
     args.append(sd.spec("f32", *shape))
     f = attention(hook, window)
-    assert len(sd.lower(f, *args).kernels) == 1
+    assert len(apart_from_ids(sd.lower(f, *args))) == 1
     return sd.lower(f, *args, backward=True)
+
+
+def apart_from_ids(low):
+    """Kernels but for those that look whether ids are in range."""
+    return [k for k in low.kernels if not k.name.endswith("_ids")]
 
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_nothing_of_queries_by_keys(name, limits):
     limits(12)
     low = lowered(name)
-    for k in low.kernels:
+    kernels = apart_from_ids(low)
+    for k in kernels:
         assert all(b.tensor.size < 4 * T * S for b in k.bindings), k.name
         assert len(k.bindings) <= 12
     # delta, queries, keys; one for the array, and one more where it goes by distance
     # first or by destination.
-    assert len(low.kernels) <= (6 if name == "twice" else 5), low.explain()
+    assert len(kernels) <= (6 if name == "twice" else 5), low.explain()
 
 
 @pytest.mark.parametrize(
