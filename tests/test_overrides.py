@@ -133,3 +133,23 @@ def test_inputs_results_and_numbers_stay_what_they_are(device):
     np.testing.assert_allclose(
         sd.compile(lambda x: sd.sum(x).store() * 2.0)(X), 2 * X.sum(), 1e-4, 1e-4
     )
+
+
+def test_what_is_stored_counts_as_bound(device):
+    """Each of the values that a kernel stores takes one of its eight bindings."""
+
+    def f(*xs):
+        total = 0.0
+        for k, x in enumerate(xs):
+            total = sd.sin(x * (k + 1.0) + total).store()
+        return total
+
+    xs = [X * np.float32(k + 1) for k in range(6)]
+    want = 0.0
+    for k, x in enumerate(xs):
+        want = np.sin(x.astype(np.float64) * (k + 1.0) + want)
+    low = sd.lower(f, *xs)
+    assert len(written(low)) == 6
+    np.testing.assert_allclose(sd.compile(f)(*xs), want, 1e-3, 1e-5)
+    if device.kind == "cpu":
+        assert all(len(k.bindings) <= 8 for k in low.kernels)

@@ -536,6 +536,7 @@ class Partition:
             if self.by_stage.get(m.stage) is m
             and (
                 m.stage in self.outs
+                or m.stage.keep == "store"
                 or any(r not in inside for r in self.readers.get(m.stage, ()))
             )
         )

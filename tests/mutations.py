@@ -1,0 +1,182 @@
+"""Break one rule at a time and see that the tests notice.
+
+``python tests/mutations.py`` copies the package aside, makes one change, runs the tests
+that should fail and puts it back, for every row below. The exit status is 0 if each was
+caught.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One change.
+
+    Args:
+        rule: what is broken.
+        file: below the package.
+        old, new: texts; the old one appears once.
+        tests: what pytest is asked to run.
+    """
+
+    rule: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = (
+    Mutation(
+        "a sign in a partial: ∂(a - b)/∂b = 1",
+        "ir/primitives.py",
+        "lambda g, a, y: (g, -g),",
+        "lambda g, a, y: (g, g),",
+        ("tests/test_differentiate.py",),
+    ),
+    Mutation(
+        "a missing un-broadcast: a summed axis that nothing depends on is dropped",
+        "ir/stage.py",
+        "                outer.append(factor)\n",
+        "                pass\n",
+        ("tests/test_differentiate.py",),
+    ),
+    Mutation(
+        "a wrong identity: max begins at 0",
+        "ir/stage.py",
+        'Monoid("max", "maximum", {"f32": -_INF,',
+        'Monoid("max", "maximum", {"f32": 0.0,',
+        ("tests/test_cases.py", "-k", "n28"),
+    ),
+    Mutation(
+        "a dropped mask: guards that are hoisted out of a sum are forgotten",
+        "ir/stage.py",
+        "    return E.guard(outer_guards, value)\n",
+        "    return value\n",
+        ("tests/test_differentiate.py", "tests/test_cases.py"),
+    ),
+    Mutation(
+        "off by one at a row's edge: the element after the last takes part",
+        "codegen/row.py",
+        "{v}, {inside})",
+        "{v}, true)",
+        ("tests/test_ops_properties.py", "-k", "test_rows or (test_op and softmax)"),
+    ),
+    Mutation(
+        "ties of a maximum each get the whole cotangent",
+        "ir/differentiate.py",
+        '1.0 / count, 0.0)',
+        "1.0, 0.0)",
+        ("tests/test_cases.py", "-k", "test_value and (G01 or G17)"),
+    ),
+    Mutation(
+        "a masked row of logsumexp makes NaN: 0 · ∞ is not 0",
+        "ir/primitives.py",
+        '"select({0} * {1}, {T}(0), {0} == {T}(0))"',
+        '"{0} * {1}"',
+        ("tests/test_breakers.py", "-k", "cotangent or minus_infinity"),
+    ),
+    Mutation(
+        "variance in one pass: mean(x²) - mean(x)²",
+        "namespace.py",
+        "    d = x - centre\n    return narrow(mean(d * d, over,",
+        "    d = x\n    return narrow(-mean(centre * centre, over, axis=axis, "
+        "keepdims=keepdims) + mean(d * d, over,",
+        ("tests/test_breakers.py", "tests/test_array.py", "tests/test_cases.py",
+         "-k", "var or mean or N10 or part"),
+    ),
+    Mutation(
+        "NaN is told by x != x, which drivers fold",
+        "ir/wgsl_math.py",
+        "  return (bitcast<{U}>(x) & {U}(0x7fffffffu)) > {U}(0x7f800000u);",
+        "  return x != x;",
+        ("tests/test_wgsl_math.py", "-k", "bits or edges"),
+    ),
+    Mutation(
+        "loops of a software driver are not counted",
+        "codegen/target.py",
+        "SOFTWARE_LOOP_BUDGET = 60_000",
+        "SOFTWARE_LOOP_BUDGET = 1 << 30",
+        ("tests/test_cases.py", "tests/test_ops_properties.py",
+         "-k", "L12 or l12 or N12 or L03 or test_rows or loop"),
+    ),
+    Mutation(
+        "a donated array that somebody else sees is overwritten",
+        "runtime/executable.py",
+        "            or inputs[i].allocation.shared\n",
+        "",
+        ("tests/test_runtime.py", "tests/test_arena.py", "-k", "shared or twice"),
+    ),
+    Mutation(
+        "x · 0 is left to the driver",
+        "codegen/writer.py",
+        "        if whole is not None:\n",
+        "        if False:\n",
+        ("tests/test_breakers.py", "-k", "vanishes"),
+    ),
+    Mutation(
+        "a file is written in place",
+        "checkpoint.py",
+        '    aside = path.with_name(f".{path.name}.tmp")',
+        "    aside = path",
+        ("tests/test_checkpoint.py", "tests/test_failures.py", "-k",
+         "replaced or full_disk or checkpoint"),
+    ),
+)  # fmt: skip
+
+
+def caught(m: Mutation) -> tuple[bool, str, float]:
+    """Whether the tests notice; the first that does, and seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("shaderdsl", "tests", "docs"):
+            shutil.copytree(
+                ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        path = copy / "shaderdsl" / m.file
+        text = path.read_text("utf-8")
+        if text.count(m.old) != 1:
+            raise SystemExit(f"{m.file} has {text.count(m.old)} times: {m.old}")
+        path.write_text(text.replace(m.old, m.new), "utf-8")
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
+             *m.tests],
+            cwd=copy, capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": folder,
+                 "SHADERDSL_CACHE": str(copy / "cache")},
+        )  # fmt: skip
+        failed = [x for x in done.stdout.splitlines() if x.startswith("FAILED")]
+        first = failed[0].split(" - ")[0].removeprefix("FAILED ") if failed else ""
+        spent = time.perf_counter() - start
+        if done.returncode not in (0, 1) or (done.returncode and not failed):
+            raise SystemExit(f"{m.rule}: pytest itself failed\n{done.stdout[-2000:]}")
+        return bool(failed), first, spent
+
+
+def main() -> int:
+    chosen = [m for m in MUTATIONS if not sys.argv[1:] or sys.argv[1] in m.rule]
+    missed = 0
+    for m in chosen:
+        found, first, spent = caught(m)
+        missed += not found
+        verdict = f"caught by {first}" if found else "NOT CAUGHT"
+        print(f"- {m.rule}: {verdict} ({spent:.0f} s)", flush=True)
+    print(f"{len(chosen)} rules broken, {len(chosen) - missed} caught")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
