@@ -362,8 +362,20 @@ def test_a_feed_forward_layer_is_left_alone(small):
 # ------------------------------------------------------------------ what it takes
 
 
-def test_memory(device):
-    """Below a quarter of the logits, everything counted."""
+@pytest.mark.parametrize("online", [True, False])
+def test_memory(device, online):
+    """Below a quarter of the logits, everything counted, in one pass (so few inner
+    elements) and in blocks.
+    """
+    before = device.target
+    device.target = dataclasses.replace(before, online=online)
+    try:
+        _check_memory(online)
+    finally:
+        device.target = before
+
+
+def _check_memory(online: bool) -> None:
     rows, vocab = 512, 32_000
     logits = 4 * rows * vocab
     x, w, labels = (sd.array(a) for a in data(rows, vocab, 16))
@@ -372,6 +384,7 @@ def test_memory(device):
         return ops.linear_cross_entropy(x, w, labels)
 
     both = sd.value_and_grad(loss, (0, 1))
+    assert online or in_blocks(sd.lower(both, x, w))
     with sd.profile() as p:
         value, grads = both(x, w)
         sd.synchronize()
