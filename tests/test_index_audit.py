@@ -154,6 +154,35 @@ def test_every_index_of_other_forms_is_in_range(work, family, gpu):
         assert kernels and outside == 0
 
 
+@pytest.mark.parametrize(("t", "s", "whole"), [(40, 70, 0), (32, 64, 1)])
+def test_every_index_of_a_stream_is_in_range(gpu, monkeypatch, t, s, whole):
+    """Forward and all gradients, with and without the gradient of scores stored."""
+    from shaderdsl.codegen import online_scores, online_stream_shape
+    from shaderdsl.codegen.lower import trials
+    from shaderdsl.tracing import Traced
+
+    shapes = [online_stream_shape.Stream(16, 32, 8, 4, 8, 8, u, whole) for u in (4, 8)]
+    monkeypatch.setattr(online_stream_shape, "STREAMS", tuple(shapes))
+    monkeypatch.setattr(online_scores, "_ROWS", 16)
+    as_gpu(gpu)
+    limits = dataclasses.replace(gpu.target.limits, max_storage_buffers=11)
+    gpu.target = dataclasses.replace(gpu.target, limits=limits, scores=whole << 20)
+
+    def both(q, k, v, dy):
+        y, pullback = sd.vjp(ops.attention, q, k, v)
+        return y, *pullback(dy)
+
+    specs = [sd.spec("f32", 1, h, n, 16) for h, n in ((2, t), (1, s), (1, s), (2, t))]
+    traced = Traced(both, specs, "lower")
+    watched_kernels = 0
+    for trial in trials(traced.outs, gpu.target, inputs=traced.inputs):
+        if trial.choices[0].schedule == "online_stream":
+            kernels, outside = count_outside(gpu, trial, trial.choices[0])
+            watched_kernels += kernels
+            assert outside == 0
+    assert watched_kernels
+
+
 def test_the_watch_sees_what_is_out_of_range(gpu):
     function, shapes = WORKS["map"]
     (trial,) = trials_of(function, shapes)

@@ -11,6 +11,7 @@ What masks prove to be seen whole is computed without asking them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ..ir import expr as E
 from ..ir.expr import Expr
@@ -46,7 +47,10 @@ def streamed(o: Online, shape: Stream) -> Kernel:
     count = steps_of(o.extent(o.row), shape.rows) * o.batches
     grid = fold(count, o.target)
     name = kernel_name(o.group)
-    return finish(o.group, w, o.layout, lines, name, "online", shape.size, grid)
+    kernel = finish(o.group, w, o.layout, lines, name, "online", shape.size, grid)
+    # Rows and lines are cut off at their ends before anything is loaded, and places in
+    # workgroup memory follow from the invocation's number.
+    return replace(kernel, in_range=True)
 
 
 class Streaming(Tile):
