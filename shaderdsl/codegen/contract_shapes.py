@@ -56,7 +56,7 @@ _MOST_SUMS = 128
 #: a large product.
 SHAPES = (
     (Shape(128, 128, 8, 16, 8), 1.0),
-    (Shape(64, 128, 16, 8, 8), 0.985),
+    (Shape(64, 128, 16, 8, 8), 1.0),
     (Shape(64, 128, 8, 8, 8), 0.9),
     (Shape(64, 64, 16, 8, 8), 0.75),
     (Shape(32, 64, 16, 4, 8), 0.55),
@@ -120,7 +120,7 @@ def tiling_cost(cs: Sequence[Contraction], t: Tiling) -> float:
     steps = max(sum(p.extent * len(p.products) for p in c.passes) for c in cs)
     loops = max(len(c.passes) for c in cs)
     groups = splits * sum(workgroups(c, shape) for c in cs)
-    waves = max(math.ceil(2 * groups / _FULL) / 2, 1.0)
+    waves = _waves(shape, groups)
     length = math.ceil(steps / splits) + 2 * shape.bk * loops
     speed = dict(SHAPES)[shape]
     if shape.bm < 128 and any(
@@ -134,8 +134,17 @@ def tiling_cost(cs: Sequence[Contraction], t: Tiling) -> float:
     cost = waves * shape.bm * shape.bn * length / speed
     if splits > 1:
         results = sum(math.prod(c.sizes[:3]) * len(c.results) for c in cs)
-        cost += results * (splits + 1) * 12 / _FULL + 40_000
+        cost += results * (splits + 1) * 12 / _FULL + 350_000
     return cost
+
+
+def _waves(shape: Shape, groups: int) -> float:
+    """Times that two workgroups a processor take for a number of them."""
+    many = max(math.ceil(groups / _PROCESSORS), 1)
+    at_once = max(_REGISTERS // (shape.size * (shape.tm * shape.tn + 72)), 1)
+    left = many % at_once
+    # Few workgroups on a processor wait for memory and for one another.
+    return (many - left + left / (0.6 + 0.4 * left / at_once)) / 2
 
 
 def workgroups(c: Contraction, shape: Shape) -> int:
@@ -146,5 +155,7 @@ def workgroups(c: Contraction, shape: Shape) -> int:
 
 #: Workgroups that fill a large device.
 _FULL = 264
+#: Processors of such a device, and registers of each.
+_PROCESSORS, _REGISTERS = 132, 1 << 16
 #: Speed of lower tiles where words of both factors are scattered over rows.
 _SCATTERED = 0.97

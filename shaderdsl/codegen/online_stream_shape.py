@@ -59,7 +59,9 @@ FLAT = Stream(64, 64, 16, 8, 8, 16, 16)
 #: For two sums, narrow and wide: fewer registers, less text, more memory.
 HELD = Stream(64, 64, 16, 8, 16, 16, 16, 1)
 WHOLE = Stream(128, 64, 16, 16, 16, 16, 8, 1)
-STREAMS = (TALL, WIDE, SLIM, WHOLE, HELD, LOW, FLAT)
+#: For few rows: more workgroups.
+SHORT = Stream(32, 64, 16, 8, 16, 16, 16)
+STREAMS = (TALL, WIDE, SLIM, WHOLE, HELD, LOW, FLAT, SHORT)
 #: Accumulators of a thread: what leaves registers to spare, and what does not spill.
 _LIGHT, _REGISTERS = 128, 192
 #: Workgroups that fill a large device.
@@ -72,20 +74,25 @@ def choose_stream(o: Online) -> Stream | None:
     every = [t for t in STREAMS if columns and _fits(o, t)]
     if not every:
         return None
-    if len(o.products) > 1:
-        two = sum(1 for s in o.sums if s.column is not None) > 1
-        narrow = kept(o, FLAT) <= _LIGHT
+    tall, low = (_groups(o, t) >= _FULL for t in (TALL, LOW))
+    two = sum(1 for s in o.sums if s.column is not None) > 1
+    if not low and not (len(o.products) == 1 and 2 * _groups(o, TALL) >= _FULL):
+        order = [SHORT, FLAT]
+    elif two:
+        order = [HELD, FLAT] if kept(o, FLAT) <= _LIGHT else [WHOLE, LOW, FLAT]
+    elif len(o.products) > 1:
         order = [LOW, FLAT]
-        if two:
-            order = [HELD, FLAT] if narrow else [WHOLE, LOW, FLAT]
-    elif steps_of(o.extent(o.row), TALL.rows) * o.batches >= _FULL:
-        order = [TALL, WIDE, LOW]
     else:
-        order = [SLIM, FLAT]
+        order = [TALL, WIDE, LOW] if tall else [SLIM, FLAT]
     order = [t for t in order if t in every]
     light = [t for t in order if kept(o, t) <= _LIGHT or t.whole]
     default = (light or order or every[-1:])[0]
     return pick(o.target, "online_stream", default, lambda: every, every.__contains__)
+
+
+def _groups(o: Online, t: Stream) -> int:
+    """Workgroups of a shape."""
+    return steps_of(o.extent(o.row), t.rows) * o.batches
 
 
 def _fits(o: Online, t: Stream) -> bool:

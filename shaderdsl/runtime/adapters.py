@@ -103,26 +103,20 @@ def _preference(adapter: Any) -> tuple[bool, int]:
     return opengl, _ORDER.index(_kind(adapter))
 
 
-#: A GPU computes scores again where storing them would take this many bytes. Below, the
-#: plain products are faster: on an H200 a training step of 12 heads over 2,048 tokens
-#: took 72 ms with them and 81 ms in one pass.
-ONLINE_FROM = 256 << 20
-
-
-def _scores(default: int) -> int:
-    """Bytes of scores from which they are never stored: ``SHADERDSL_SCORES``, or the
-    device's own.
+def _scores() -> int | None:
+    """Bytes that the gradient of scores may take (``SHADERDSL_SCORES``); None if unset.
 
     Raises:
         DeviceError: the variable is no number of bytes.
     """
     text = os.environ.get("SHADERDSL_SCORES", "").strip()
     if not text:
-        return default
+        return None
     if not text.isdecimal():
         raise DeviceError(
             f"SHADERDSL_SCORES is {text!r}, which is no number of bytes",
-            cure="0 never stores scores of attention; unset, the device decides",
+            cure="0 never stores scores of attention; unset, a quarter of what a graph "
+            "takes and gives",
         )
     return int(text)
 
@@ -142,7 +136,7 @@ def _describe(adapter: Any, number: int) -> DeviceInfo:
             timestamps="timestamp-query" in have,
         ),
         loop_budget=SOFTWARE_LOOP_BUDGET if software else UNBOUNDED_LOOP_BUDGET,
-        online_from=_scores(0 if software else ONLINE_FROM),
+        scores=_scores(),
     )
     return DeviceInfo(
         spec=f"wgpu:{number}",
