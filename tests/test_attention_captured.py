@@ -9,10 +9,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-from test_attention import check, heads, make
+from test_attention import check, heads, make, retarget  # noqa: F401
 
 import shaderdsl as sd
 from shaderdsl import ops
+from shaderdsl.codegen import online_shape
+from shaderdsl.codegen.target import Features
 
 T, S = 37, 40
 DOCUMENTS = np.sort(np.random.default_rng(0).integers(0, 3, (2, S)), axis=1)
@@ -162,3 +164,12 @@ def test_the_same_from_run_to_run(wgpu):
         y, pullback = sd.vjp(attention(hook, window), *args)
         runs.append(pullback(make(*y.shape, seed=9))[3].numpy())
     assert (runs[0] == runs[1]).all() and (runs[0] == runs[2]).all()
+
+
+def test_on_gpus(retarget, monkeypatch):  # noqa: F811
+    """Sums of 128 lanes and the tiled schedules beside them."""
+    monkeypatch.setattr(online_shape, "SHAPES", ((16, 16, 4, 4),))
+    retarget(family="gpu", features=Features())
+    hook, _, window = HOOKS["relative"]
+    args = (*heads(2, 1, 19, 21, 8, b=2), make(2, 33, seed=3))
+    check(attention(hook, window), *args)

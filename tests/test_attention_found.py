@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_attention import check, heads, make
+from test_attention import check, heads, make, retarget  # noqa: F401
 
 import shaderdsl as sd
+from shaderdsl.codegen import online_shape
+from shaderdsl.codegen.target import Features, Limits
 
 SCALE = 8**-0.5
 
@@ -126,3 +128,15 @@ def test_inner_axes_that_are_too_long(cpu):
     """A row of a product must fit a thread's registers."""
     low = sd.lower(softmax, *heads(1, 1, 19, 23, 257))
     assert "online" not in [k.archetype for k in low.kernels]
+
+
+@pytest.mark.parametrize("kind", ["tiles", "rows"])
+def test_sums_alone_on_other_devices(retarget, monkeypatch, kind):  # noqa: F811
+    """A chain that is a maximum and a sum, and one that is a sum."""
+    monkeypatch.setattr(online_shape, "SHAPES", ((16, 16, 4, 4),))
+    family = "gpu" if kind == "tiles" else "software"
+    retarget(family=family, features=Features(), limits=Limits(max_storage_buffers=12))
+    args = heads(2, 2, 19, 23, 8)
+    low = sd.lower(by_logsumexp, *args)
+    assert [k.archetype for k in low.kernels] == ["online", "online"]
+    check(by_logsumexp, *args)
