@@ -75,6 +75,14 @@ def test_means_of_what_does_not_add_up_in_its_own_type(device):
         close(y, expected, rtol=1e-3)
 
 
+def test_the_variance_of_what_is_far_from_zero(device):
+    """In one pass, mean(x²) - mean(x)², all digits cancel."""
+    x = (10_000 + np.random.default_rng(0).standard_normal((3, 400))).astype(F32)
+    want = x.astype(np.float64).var(1)
+    close(sd.var(x, axis=1), want, rtol=1e-4)
+    close(run("t d -> t", lambda x: sd.var(x, over="d"), x), want, rtol=1e-4)
+
+
 def test_reductions_of_nothing(device):
     none = np.zeros((2, 0), F32)
     assert sd.softmax(none).shape == (2, 0)
