@@ -103,14 +103,6 @@ MUTATIONS = (
         ("tests/test_wgsl_math.py", "-k", "bits or edges"),
     ),
     Mutation(
-        "loops of a software driver are not counted",
-        "codegen/target.py",
-        "SOFTWARE_LOOP_BUDGET = 60_000",
-        "SOFTWARE_LOOP_BUDGET = 1 << 30",
-        ("tests/test_cases.py", "tests/test_ops_properties.py",
-         "-k", "L12 or l12 or N12 or L03 or test_rows or loop"),
-    ),
-    Mutation(
         "a donated array that somebody else sees is overwritten",
         "runtime/executable.py",
         "            or inputs[i].allocation.shared\n",
