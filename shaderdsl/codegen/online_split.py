@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from .contract_registers import sharing_lanes
 from .contract_tile import XYZW, plus
 from .online_combine import Combine
 from .online_pieces import BARRIER, Pieces, Shares
@@ -27,7 +28,7 @@ from .online_plan import (
 )
 from .program import Kernel, Scratch
 from .reduction import Tree
-from .schedule import finish, fold, kernel_name
+from .schedule import BUILTINS, finish, fold, kernel_name
 from .writer import WIDTH, Writer, indent
 
 #: Most rows of a workgroup (drivers on the CPU compile slowly), and workgroups that
@@ -71,6 +72,10 @@ def split_kernels(o: Online) -> list[Kernel]:
     blocks = steps_of(o.extent(o.row), pieces.rows) * o.batches
     grid = fold(pieces.count * blocks, o.target)
     first = finish(o.group, w, o.layout, lines, name, "online", pieces.size, grid)
+    if "subgroupBroadcast(" in first.wgsl:
+        builtins = f"{BUILTINS}, @builtin(subgroup_invocation_id) sub: u32"
+        enable = "enable subgroups;\n" if o.target.enable_subgroups_directive else ""
+        first = replace(first, wgsl=enable + first.wgsl.replace(BUILTINS, builtins))
     w = Writer(o.group.space, o.target)
     plain_tensors(o, w)
     lines = Combine(o, w, pieces, scratch).lines()
@@ -110,6 +115,9 @@ class _Piece(Shares):
         self.tree = Tree(w, p.size, p.size, "lane")
         w.shared.append(f"var<workgroup> sm: array<vec4<f32>, {p.memory}>;")
         self.declare()
+        software = o.target.family == "software"
+        self.sharing = sharing_lanes(o.target) if software else 0
+        self.near = [self.held(q) for q in o.products] if self.sharing else []
         w.open()
         self.step()
         body = w.close()
@@ -150,10 +158,50 @@ class _Piece(Shares):
 
     def product(self, k: int, q: Product, line: dict[int, int]) -> None:
         """A product of each row with this lane's line."""
-        o, w = self.o, self.w
-        count, by = steps_of(o.extent(q.inner), WIDTH), unrolled(o, q)
+        w = self.w
         names = [f"x{k}r{i}" for i in range(self.p.rows)]
         w.blocks[-1] += [f"var {n} = 0.0;" for n in names]
+        if self.sharing:
+            self.handed_around(k, q, line)
+        else:
+            self.loop(q, line, names)
+        for n, row in zip(names, self.own):
+            text = n
+            if q.number == -1.0:
+                text = w.let(f"-{n}", 1)
+            elif q.number != 1.0:
+                number = w.param(("number", k), q.number, "f32", "number")
+                text = w.let(f"{n} * {number}", 1)
+            self.axes.known(q.results, {**row, **line}, text)
+
+    def held(self, q: Product) -> list[list[str]]:
+        """A lane's share of each row's factor, for the lanes of its subgroup."""
+        o, w, lanes = self.o, self.w, self.sharing
+        count = steps_of(o.extent(q.inner), WIDTH)
+        out: list[list[str]] = [[] for _ in self.own]
+        for j in range(steps_of(count, lanes)):
+            at = w.let(f"min({plus(f'sub % {lanes}u', j * lanes)}, {count - 1}u)", 0)
+            inner = self.axes.at(q.inner, at, 0, True)
+            for own, row in zip(out, self.own):
+                near = self.axes.value(q.near, {**row, **inner}, q.inner)
+                own.append(self.axes.within(near, q.inner, at, 0))
+        return out
+
+    def handed_around(self, k: int, q: Product, line: dict[int, int]) -> None:
+        """A product where a load costs more than to hand a value around."""
+        o, w, lanes = self.o, self.w, self.sharing
+        for c in range(steps_of(o.extent(q.inner), WIDTH)):
+            inner = self.axes.at(q.inner, f"{c}u", 1, True)
+            far = self.axes.value(q.far, {**line, **inner}, q.inner)
+            far = self.axes.within(far, q.inner, f"{c}u", 1)
+            for i, own in enumerate(self.near[k]):
+                near = f"subgroupBroadcast({own[c // lanes]}, {c % lanes}u)"
+                w.line(f"x{k}r{i} = x{k}r{i} + dot({near}, {far});")
+
+    def loop(self, q: Product, line: dict[int, int], names: Sequence[str]) -> None:
+        """A product by a loop over its inner axis."""
+        o, w = self.o, self.w
+        count, by = steps_of(o.extent(q.inner), WIDTH), unrolled(o, q)
         w.open()
         for u in range(by):
             at = w.let(plus("d", u), 2, "d") if u else "d"
@@ -167,14 +215,6 @@ class _Piece(Shares):
         body = w.close()
         w.line(f"for (var d = 0u; d < {count}u; d = d + {by}u) {{")
         w.blocks[-1] += [*indent(body), "}"]
-        for n, row in zip(names, self.own):
-            text = n
-            if q.number == -1.0:
-                text = w.let(f"-{n}", 1)
-            elif q.number != 1.0:
-                number = w.param(("number", k), q.number, "f32", "number")
-                text = w.let(f"{n} * {number}", 1)
-            self.axes.known(q.results, {**row, **line}, text)
 
     def grow(self, line: dict[int, int]) -> None:
         """The rows' running maxima, and all sums on the new scale."""
