@@ -57,6 +57,19 @@ def test_a_file_is_replaced_whole(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_that_cannot_be_written_stays(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    checkpoint.write_file(path, "one")
+
+    def full(handle):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    with pytest.raises(OSError, match="space"):
+        checkpoint.write_file(path, "two")
+    assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
+
+
 WRITER = """
 import json, sys
 from pathlib import Path
