@@ -176,3 +176,46 @@ def test_what_becomes_one_kernel(kind):
         # Sums that are kept apart and share no operand gain nothing; five are too many.
         two = op in (different_numbers, sum_and_part, five)
         assert count == (2 if two else 1), op.name
+
+
+@sd.op("t (h r p), t (k r p), t p, t p -> t (h r p), t (k r p)", r=2)
+def both_turned(q, k, cos, sin):
+    sign = sd.where(sd.index("r") == 0, -1.0, 1.0)
+    return tuple(x * cos + sign * x.at(r=1 - sd.index("r")) * sin for x in (q, k))
+
+
+@pytest.mark.parametrize("p", [4, 3])
+def test_maps_of_different_sizes_share_a_kernel_on_gpus(p):
+    operands = arrays((7, 6 * p), (7, 2 * p), (7, p), (7, p))
+    assert len(run(both_turned, operands, targets()["gpu"])) == 1
+    # A driver on the CPU would walk both sides of the branch.
+    assert len(run(both_turned, operands, targets()["portable"])) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("random", [True, False])
+def test_gradients(kind, random):
+    """Products that share kernels forward and backward, under any cotangent."""
+    x, g, b, u, c = arrays((2, 5, 12), (7, 12), (7,), (7, 12), (7,))
+    v = rng.standard_normal((2, 5, 7)) if random else np.ones((2, 5, 7))
+    device = sd.runtime.current()
+    before, device.target = device.target, targets()[kind]
+    try:
+        y, pullback = sd.vjp(lambda *a: gate_up_bias(*a)[0], x, g, b, u, c)
+        found = [np.asarray(d, np.float64) for d in pullback(v.astype(np.float32))]
+    finally:
+        device.target = before
+    x, g, b, u, c = (a.astype(np.float64) for a in (x, g, b, u, c))
+    gate, up = x @ g.T + b, x @ u.T + c
+    s = 1 / (1 + np.exp(-gate))
+    dgate, dup = v * up * s * (1 + gate * (1 - s)), v * gate * s
+    want = [
+        dgate @ g + dup @ u,
+        np.einsum("btf,btd->fd", dgate, x),
+        dgate.sum((0, 1)),
+        np.einsum("btf,btd->fd", dup, x),
+        dup.sum((0, 1)),
+    ]
+    np.testing.assert_allclose(np.asarray(y), gate * s * up, rtol=1e-4, atol=1e-5)
+    for one, other in zip(found, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)

@@ -113,6 +113,21 @@ def test_optimiser_of_a_whole_model(device):
     assert p.compiled == p.uploads == p.downloads == 0
 
 
+def test_a_block_of_a_transformer(device):
+    """q, k, v and gate, up share kernels, and so do the gradients that they give."""
+    config = sd.nn.TransformerConfig(
+        vocab_size=64,
+        hidden_size=768,
+        num_layers=1,
+        num_heads=12,
+        num_kv_heads=4,
+        ffn_size=2048,
+    )
+    model = sd.nn.Transformer.init(config, seed=0)
+    forward, backward = counts(lambda m, x: m.layers[0](x), model, shape(1, 2048, 768))
+    assert forward <= 10 and backward <= 20
+
+
 def test_a_training_step_repeats_at_no_cost(device):
     config = sd.nn.TransformerConfig(
         vocab_size=64,

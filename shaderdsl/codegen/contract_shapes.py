@@ -120,9 +120,9 @@ def tiling_cost(cs: Sequence[Contraction], t: Tiling) -> float:
     steps = max(sum(p.extent * len(p.products) for p in c.passes) for c in cs)
     loops = max(len(c.passes) for c in cs)
     groups = splits * sum(workgroups(c, shape) for c in cs)
-    waves = _waves(shape, groups)
+    waves = _waves(shape, groups, min(len(c.results) for c in cs))
     length = math.ceil(steps / splits) + 2 * shape.bk * loops
-    speed = dict(SHAPES)[shape]
+    speed = _speed(shape, cs)
     if shape.bm < 128 and any(
         f.mode == "k" for c in cs for p in c.passes for f in p.rights
     ):
@@ -131,20 +131,31 @@ def tiling_cost(cs: Sequence[Contraction], t: Tiling) -> float:
         length = (
             length // 2 + shape.bm // 2
         )  # rows need half of k, a tile what one needs
-    cost = waves * shape.bm * shape.bn * length / speed
+    cost = waves * shape.bm * shape.bn * length / speed + _LAUNCH
     if splits > 1:
         results = sum(math.prod(c.sizes[:3]) * len(c.results) for c in cs)
         cost += results * (splits + 1) * 12 / _FULL + 350_000
     return cost
 
 
-def _waves(shape: Shape, groups: int) -> float:
+def _waves(shape: Shape, groups: int, sums: int) -> float:
     """Times that two workgroups a processor take for a number of them."""
     many = max(math.ceil(groups / _PROCESSORS), 1)
-    at_once = max(_REGISTERS // (shape.size * (shape.tm * shape.tn + 72)), 1)
+    at_once = max(_REGISTERS // (shape.size * (shape.tm * shape.tn * sums + 72)), 1)
     left = many % at_once
     # Few workgroups on a processor wait for memory and for one another.
     return (many - left + left / (0.6 + 0.4 * left / at_once)) / 2
+
+
+def _speed(shape: Shape, cs: Sequence[Contraction]) -> float:
+    """The share of the best speed that a shape reaches.
+
+    A tile of two sums takes as many loads a multiplication as the next larger tile.
+    """
+    speeds = dict(SHAPES)
+    place = list(speeds).index(shape)
+    apart = min(len(c.results) for c in cs)
+    return list(speeds.values())[max(place + 1 - apart, 0)]
 
 
 def workgroups(c: Contraction, shape: Shape) -> int:
@@ -152,6 +163,9 @@ def workgroups(c: Contraction, shape: Shape) -> int:
     batch, m, n, _ = c.sizes
     return batch * math.ceil(m / shape.bm) * math.ceil(n / shape.bn)
 
+
+#: What a launch costs, in multiplications of a workgroup.
+_LAUNCH = 40_000
 
 #: Workgroups that fill a large device.
 _FULL = 264

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 
 from .address import Address, Term, collapse, used_alone
 from .contract_plan import Contraction
+from .parts import only
 from .program import Kernel, Scratch
 from .schedule import (
     Layout,
     decode,
-    finish,
-    fold,
     lay_out,
     make_writer,
     vector_axis,
@@ -54,7 +53,7 @@ class PieceSums:
 
     def __init__(self, c: Contraction, pieces: Pieces):
         self.c, self.pieces = c, pieces
-        g = c.group
+        self.group = g = c.group
         layout = lay_out(g, c.epilogue, [])
         forms = (*layout.addresses.values(), *layout.stores.values())
         blocked = used_alone(list(c.epilogue.values()), layout.addresses)
@@ -139,12 +138,7 @@ def sum_pieces(c: Contraction, pieces: Pieces, name: str) -> Kernel:
     """A kernel that adds the pieces of one contraction."""
     s = PieceSums(c, pieces)
     size = 64 if c.target.family == "software" else 256
-    w = s.writer()
-    w.line(f"let at = (group.y * groups.x + group.x) * {size}u + lane;")
-    lines = s.lines(w)
-    grid = fold(-(-s.threads // size), c.target)
-    kernel = finish(c.group, w, s.layout, lines, f"{name}_sum", "contract", size, grid)
-    return as_second(kernel, [s])
+    return as_second(only(s, size, f"{name}_sum", "contract", c.target), [s])
 
 
 def as_second(kernel: Kernel, sums: Sequence[PieceSums]) -> Kernel:

@@ -8,11 +8,11 @@ from ..ir import expr as E
 from .address import Address, Term
 from .contract_plan import Contraction, Copies, Loop, Pass, inner_axis
 from .contract_split import Pieces
+from .parts import FLAT
 from .program import Tensor
 from .writer import WIDTH, Writer, contiguous, indent
 
 XYZW = "xyzw"
-FLAT = "group.y * groups.x + group.x"
 
 
 class Tile:

@@ -7,7 +7,9 @@ added up (the gradients that q, k and v give to what they were computed from).
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 from ..ir import expr as E
 from .arrangement import Arrangement
@@ -17,6 +19,7 @@ from .contract_shapes import tiling_cost, tilings
 from .member import Member, anchor_axes
 from .partition import Group
 from .target import Target
+from .templates import signature
 
 # Products of one kernel, and sums that a thread keeps apart: each adds to the time that
 # a driver takes to compile it.
@@ -28,11 +31,15 @@ _MOST_APART_GPU = 2
 
 @dataclass(eq=False)
 class _Bundle:
-    """Groups of the graph, the group that computes them all, and about its time."""
+    """Groups of the graph, and the group that computes them all."""
 
     groups: list[Group]
     one: Group
-    cost: float | None = None
+
+
+#: About the times of groups, by all that decides them: layers are alike.
+_times: OrderedDict[Any, float | None] = OrderedDict()
+_KEPT = 1024
 
 
 def join_contractions(a: Arrangement, target: Target) -> None:
@@ -57,17 +64,14 @@ def _join(b: _Bundle, own: _Bundle, a: Arrangement, target: Target) -> _Bundle |
     if one is None:
         return None
     one.why.append(f"{len(groups)} contractions over the same results")
-    c = analyse(one, target)
-    if not _close(c, target):
+    cost = _time(one, target)
+    if cost is None:
         return None
-    for x in (b, own):
-        x.cost = x.cost or _cost(analyse(x.one, target))
-    assert b.cost is not None and own.cost is not None
-    cost = _cost(c)
-    if cost > b.cost + own.cost:
+    before = [_time(x.one, target) or 0.0 for x in (b, own)]
+    if cost > sum(before):
         a.log.append(f"{_names(b)} and {_names(own)} are faster apart")
         return None
-    return _Bundle(groups, one, cost) if a.allow((), groups) else None
+    return _Bundle(groups, one) if a.allow((), groups) else None
 
 
 def _names(b: _Bundle) -> str:
@@ -179,6 +183,17 @@ def _same_factor(x: Parts, own: Parts, place: dict[int, int]) -> bool:
     names = {q: E.index(r) for q, r in place.items()}
     mine = [E.substitute(e, names) for e in (own.left, own.right)]
     return any(e is f for e in mine for f in (x.left, x.right))
+
+
+def _time(g: Group, target: Target) -> float | None:
+    """About the time of a group, None if its products have too little in common."""
+    key = (signature(g)[0], target)
+    if key not in _times:
+        c = analyse(g, target)
+        _times[key] = _cost(c) if len(c.products) == 1 or _close(c, target) else None
+        while len(_times) > _KEPT:
+            _times.popitem(last=False)
+    return _times[key]
 
 
 def _close(c: Contraction, target: Target) -> bool:

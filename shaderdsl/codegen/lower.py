@@ -16,7 +16,7 @@ from .contract import contract_kernels
 from .contract_siblings import sibling_kernels
 from .inplace import write_in_place
 from .joint import join_contractions
-from .map import map_kernels
+from .map import map_kernels, map_sibling_kernels
 from .online import online_kernels
 from .online_groups import sums_by_group
 from .online_points import points_kernels
@@ -26,7 +26,7 @@ from .program import Kernel, Program
 from .row import row_kernels
 from .scan import scan_kernels
 from .scatter import scatter_kernels
-from .siblings import merge_siblings
+from .siblings import merge_maps, merge_siblings
 from .split import split_long
 from .target import Target
 from .templates import kernels_of
@@ -37,6 +37,7 @@ SCHEDULES: dict[str, Callable[[Group, Target], list[Kernel]]] = {
     "row": row_kernels,
     "contract": contract_kernels,
     "siblings": sibling_kernels,
+    "map siblings": map_sibling_kernels,
     "scatter": scatter_kernels,
     "scan": scan_kernels,
     "online": online_kernels,
@@ -140,6 +141,7 @@ def arrange(
     write_in_place(arrangement, block)
     join_contractions(arrangement, target)
     merge_siblings(arrangement, target)
+    merge_maps(arrangement, target)
     return arrangement
 
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from .choice import pick
 from .partition import Group
+from .parts import only, side_by_side
 from .program import Kernel
 from .schedule import (
     decode,
-    finish,
-    fold,
     kernel_bodies,
     kernel_name,
     lay_out,
@@ -22,7 +21,7 @@ from .schedule import (
     visible,
 )
 from .target import Target
-from .writer import WIDTH, contiguous
+from .writer import WIDTH, Writer, contiguous
 
 
 @dataclass(frozen=True)
@@ -48,50 +47,53 @@ def choose(target: Target) -> MapSchedule:
     )
 
 
+class MapText:
+    """The text of a thread that computes an element, or a vec4, of each map."""
+
+    def __init__(self, g: Group, target: Target, wide: bool):
+        self.group, self.target = g, target
+        self.bodies = {m: b for m, b in kernel_bodies(g).items() if m in g.stored}
+        self.layout = lay_out(g, self.bodies, [range(len(g.space))])
+        self.loop = self.layout.loops[0]
+        self.vector = vector_axis(self.layout, self.loop) if wide else None
+        self.threads = math.prod(g.space) // (1 if self.vector is None else WIDTH)
+
+    def writer(self) -> Writer:
+        """A writer that knows what cannot be bound as vec4."""
+        g, layout, vector = self.group, self.layout, self.vector
+        w = make_writer(g, layout, self.target, vector)
+        for m in g.stored:
+            form = visible(layout, layout.stores[m])
+            if vector is not None and not contiguous(form, vector):
+                w.plain.add(g.target(m)[0])
+        return w
+
+    def lines(self, w: Writer) -> list[str]:
+        """The text, from the thread's number ``at`` on."""
+        g, bodies, vector = self.group, self.bodies, self.vector is not None
+        w.open()
+        w.base = 1
+        decode(w, "at", self.loop, 1, self.vector)
+        # All before the first store, which may overwrite what another one reads.
+        values = [w.splat(bodies[m]) if vector else w.value(bodies[m]) for m in bodies]
+        for m, value in zip(bodies, values, strict=True):
+            form = visible(self.layout, self.layout.stores[m])
+            w.store(g.target(m)[0], form, value, bodies[m].dtype, vector)
+        inner = w.close()
+        count = w.param(("threads",), self.threads, stem="threads")
+        return [*w.blocks[0], f"if (at >= {count}) {{ return; }}", *inner]
+
+
 def map_kernels(g: Group, target: Target) -> list[Kernel]:
     """Print a group of maps."""
-    bodies = {m: b for m, b in kernel_bodies(g).items() if m in g.stored}
-    layout = lay_out(g, bodies, [range(len(g.space))])
-    loop = layout.loops[0]
     schedule = choose(target)
-    vector = vector_axis(layout, loop) if schedule.wide else None
-    threads = math.prod(g.space) // (WIDTH if vector is not None else 1)
-    size = schedule.size
-    w = make_writer(g, layout, target, vector)
-    for m in g.stored:
-        if vector is not None and not contiguous(
-            visible(layout, layout.stores[m]), vector
-        ):
-            w.plain.add(g.target(m)[0])
-    w.line(f"let at = (group.y * groups.x + group.x) * {size}u + lane;")
-    w.open()
-    w.base = 1
-    decode(w, "at", loop, 1, vector)
-    # All of them before the first store, which may overwrite what another one reads.
-    values = [
-        w.splat(bodies[m]) if vector is not None else w.value(bodies[m])
-        for m in g.stored
-    ]
-    for m, value in zip(g.stored, values, strict=True):
-        w.store(
-            g.target(m)[0],
-            visible(layout, layout.stores[m]),
-            value,
-            bodies[m].dtype,
-            vector is not None,
-        )
-    inner = w.close()
-    count = w.param(("threads",), threads, stem="threads")
-    lines = [*w.blocks[0], f"if (at >= {count}) {{ return; }}", *inner]
-    return [
-        finish(
-            g,
-            w,
-            layout,
-            lines,
-            kernel_name(g),
-            "map",
-            size,
-            fold(-(-threads // size), target),
-        )
-    ]
+    text = MapText(g, target, schedule.wide)
+    return [only(text, schedule.size, kernel_name(g), "map", target)]
+
+
+def map_sibling_kernels(g: Group, target: Target) -> list[Kernel]:
+    """Print a group that stands for several groups of maps."""
+    assert g.stands_for
+    schedule = choose(target)
+    parts = [MapText(h, target, schedule.wide) for h in g.stands_for]
+    return [side_by_side(g, parts, schedule.size, kernel_name(g), "map", target)]

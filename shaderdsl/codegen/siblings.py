@@ -1,9 +1,12 @@
-"""Contractions that share an operand become one kernel, to fill a device better.
+"""Kernels that share an operand become one, side by side, to fill a device better.
 
-They are q, k and v, gate and up, and their gradients.
+They are q, k and v and their gradients, and the turning of q and k.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 
 from ..ir import expr as E
 from ..ir.stage import Stage
@@ -23,28 +26,47 @@ _ENOUGH = 512
 def merge_siblings(a: Arrangement, target: Target) -> None:
     """Make one kernel of contractions that read the same large array."""
     if target.family == "software":
-        # Any of them fills a driver on the CPU; and Mesa's walks both sides of a
-        # branch, so that a step with its contractions merged took longer there.
+        # Mesa's driver on the CPU walks both sides of a branch (docs/rejected.md).
         return
-    sets: dict[tuple[Stage, int], list[Group]] = {}
+    found: dict[Group, list[tuple[Stage, int]]] = {}
     for g in a.partition.groups:
-        if g.kind == "contract" and a.untouched(g):
-            c = analyse(g, target)
-            if workgroups(c, choose_shape([c], 1 << 30)[0]) <= _ENOUGH:
-                factors = {
-                    n.data
-                    for x in c.products
-                    for n in E.loads(x.left.expr, x.right.expr)
-                }
-                shared = max(factors, key=lambda s: len(_readers(a, s)))
-                sets.setdefault((shared, c.sizes[3]), []).append(g)
-    for groups in sets.values():
+        if g.kind != "contract" or not a.untouched(g):
+            continue
+        c = analyse(g, target)
+        if workgroups(c, choose_shape([c], 1 << 30)[0]) > _ENOUGH:
+            continue
+        factors = [f.expr for x in c.products for f in (x.left, x.right)]
+        keys = [(n.data, c.sizes[3]) for n in E.loads(*factors)]
+        if keys:
+            found[g] = keys
+    for groups in _sets(found):
         _merge(groups, a, target)
 
 
-def _readers(a: Arrangement, s: Stage) -> set[Group]:
-    found = {a.partition.group[m.stage] for m in a.partition.readers.get(s, ())}
-    return {g for g in found if g.kind == "contract"}
+def merge_maps(a: Arrangement, target: Target) -> None:
+    """Make one kernel of maps of different sizes that read the same array.
+
+    They are the turning of q and of k, which read the same tables.
+    """
+    if target.family == "software":  # as above
+        return
+    found: dict[Group, list[Stage]] = {}
+    for g in a.partition.groups:
+        if g.kind == "map" and a.untouched(g) and not g.targets and g.space:
+            arrays = [n.data for m in g.members for n in m.loads if n.free]
+            if arrays:
+                found[g] = arrays
+    for groups in _sets(found):
+        _merge(groups, a, target)
+
+
+def _sets(found: Mapping[Group, Sequence[Hashable]]) -> list[list[Group]]:
+    """Groups by the one of their keys that most of them have."""
+    count = Counter(key for keys in found.values() for key in dict.fromkeys(keys))
+    sets: dict[Hashable, list[Group]] = {}
+    for g, keys in found.items():
+        sets.setdefault(max(keys, key=lambda key: count[key]), []).append(g)
+    return list(sets.values())
 
 
 def _merge(groups: list[Group], a: Arrangement, target: Target) -> None:
@@ -80,7 +102,8 @@ def _touch(groups: list[Group], a: Arrangement) -> bool:
 def _replace(groups: list[Group], a: Arrangement) -> None:
     if len(groups) < 2:
         return
-    one = Group("siblings", (), ())
+    contract = groups[0].kind == "contract"
+    one = Group("siblings" if contract else "map siblings", (), ())
     for g in groups:
         one.members += g.members
         one.axes.update(g.axes)
@@ -89,5 +112,6 @@ def _replace(groups: list[Group], a: Arrangement) -> None:
         one.why += g.why
     one.anchors = groups[0].anchors
     one.stands_for = groups
-    one.why.append(f"{len(groups)} contractions that share an operand")
+    what = "contractions that share an operand" if contract else "maps of one array"
+    one.why.append(f"{len(groups)} {what}")
     a.replace(groups[0], [one])
