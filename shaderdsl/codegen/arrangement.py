@@ -60,14 +60,23 @@ class Arrangement:
         }
         return [(g, writer) for g in readers if g is not writer]
 
-    def allow(self, edges: Iterable[Edge], one: Sequence[Group] = ()) -> bool:
-        """Add dependences and make groups one, if an order remains; else do nothing."""
+    def allow(
+        self,
+        edges: Iterable[Edge],
+        one: Sequence[Group] = (),
+        in_registers: bool = False,
+    ) -> bool:
+        """Add dependences and make groups one, if an order remains; else do nothing.
+
+        Args:
+            in_registers: what they read of one another, each thread has itself.
+        """
         unit = dict(self._unit)
         if one:
             first = min(one, key=lambda g: self._position[g])
             unit.update(dict.fromkeys(one, first))
         every = self._edges | set(edges)
-        if any(a in one and b in one for a, b in every):
+        if not in_registers and any(a in one and b in one for a, b in every):
             return False  # Nothing runs before itself.
         if self._sorted(unit, every) is None:
             return False

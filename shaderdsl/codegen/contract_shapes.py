@@ -123,7 +123,8 @@ def tiling_cost(cs: Sequence[Contraction], t: Tiling) -> float:
     waves = _waves(shape, groups, min(len(c.results) for c in cs))
     length = math.ceil(steps / splits) + 2 * shape.bk * loops
     speed = _speed(shape, cs)
-    if shape.bm < 128 and any(
+    apart = min(len(c.results) for c in cs)
+    if shape.bm * apart < 128 and any(
         f.mode == "k" for c in cs for p in c.passes for f in p.rights
     ):
         speed *= _SCATTERED

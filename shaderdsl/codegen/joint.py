@@ -71,7 +71,7 @@ def _join(b: _Bundle, own: _Bundle, a: Arrangement, target: Target) -> _Bundle |
     if cost > sum(before):
         a.log.append(f"{_names(b)} and {_names(own)} are faster apart")
         return None
-    return _Bundle(groups, one) if a.allow((), groups) else None
+    return _Bundle(groups, one) if a.allow((), groups, True) else None
 
 
 def _names(b: _Bundle) -> str:
