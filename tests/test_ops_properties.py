@@ -273,11 +273,15 @@ def test_here():
 def test_the_pytest_plugin(tmp_path):
     import subprocess
     import sys
+    from importlib.metadata import entry_points
 
     (tmp_path / "test_mine.py").write_text(PLUGGED)
 
     def pytest_(*options):
-        call = [sys.executable, "-m", "pytest", "-p", "shaderdsl.pytest_plugin", "-q"]
+        # Where the package is installed pytest finds it by itself.
+        found = entry_points(group="pytest11", name="shaderdsl")
+        load = [] if found else ["-p", "shaderdsl.pytest_plugin"]
+        call = [sys.executable, "-m", "pytest", *load, "-q"]
         return subprocess.run(
             [*call, "-p", "no:cacheprovider", *options, str(tmp_path)],
             capture_output=True,
