@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import re
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,13 @@ import pytest
 
 import shaderdsl as sd
 from shaderdsl import engine, errors, ops
-from shaderdsl.codegen import online, online_shape, online_stream_shape
+from shaderdsl.codegen import (
+    online,
+    online_shape,
+    online_stream_shape,
+    templates,
+    texts,
+)
 from shaderdsl.codegen.online_stream_shape import Stream
 from shaderdsl.codegen.target import Features, Limits
 from shaderdsl.ir import differentiate, interpret
@@ -246,6 +253,13 @@ def test_schedules_of_other_devices(retarget, monkeypatch, kind, t, s, d, option
     check(f, *heads(4, 2, t, s, d))
 
 
+def only_stream(monkeypatch, shape):
+    """One shape of streams, and no texts of other ones."""
+    monkeypatch.setattr(online_stream_shape, "STREAMS", (shape,))
+    monkeypatch.setattr(templates, "_memory", OrderedDict())
+    monkeypatch.setattr(texts, "store", None)
+
+
 @pytest.mark.parametrize(
     ("t", "s", "d", "options"),
     [
@@ -258,9 +272,7 @@ def test_schedules_of_other_devices(retarget, monkeypatch, kind, t, s, d, option
 )
 def test_streams_of_gpus(retarget, monkeypatch, t, s, d, options):
     """All phases and tiles in one stream; the last row of tiles is cut off."""
-    monkeypatch.setattr(
-        online_stream_shape, "STREAMS", (Stream(16, 32, 8, 4, 8, 8, 4),)
-    )
+    only_stream(monkeypatch, Stream(16, 32, 8, 4, 8, 8, 4))
     used = []
     real = online.streamed
     monkeypatch.setattr(online, "streamed", lambda o, x: used.append(x) or real(o, x))
@@ -276,9 +288,7 @@ def test_gradients_of_scores_are_stored_where_memory_allows(
     retarget, monkeypatch, whole, options
 ):
     """Heads of a group apart, dq from what the kernel of dk and dv wrote."""
-    monkeypatch.setattr(
-        online_stream_shape, "STREAMS", (Stream(16, 32, 8, 4, 8, 8, 4, whole),)
-    )
+    only_stream(monkeypatch, Stream(16, 32, 8, 4, 8, 8, 4, whole))
     limits = Limits(max_storage_buffers=10)
     retarget(family="gpu", features=Features(), limits=limits, scores=1 << 20)
     f = lambda *xs: ops.attention(*xs, **options)  # noqa: E731
