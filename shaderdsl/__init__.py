@@ -35,3 +35,8 @@ def __getattr__(name: str) -> Any:
 
         return export_web
     raise AttributeError(f"module 'shaderdsl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    names = {*globals(), *_LAZY, "from_sympy", "export_web"}
+    return sorted(names - {"Any", "annotations"})

@@ -123,7 +123,10 @@ def host_array(x: Any, dtype: str | None = None) -> tuple[np.ndarray, str]:
     if x.dtype.kind == "f" and x.dtype.itemsize >= 8:
         if not _warned:
             _warned = True
-            warnings.warn("float64 is rounded to float32", stacklevel=3)
+            file, _, line = (E.user_location() or "").rpartition(":")
+            warnings.warn_explicit(
+                "float64 is rounded to float32", UserWarning, file, int(line or 0)
+            )
         with np.errstate(over="ignore"):
             return x.astype(np.float32), "f32"
     if x.dtype.kind in "iu":

@@ -62,6 +62,10 @@ class TraceError(ShaderError, TypeError):
     """
 
 
+class MemberError(TraceError, AttributeError):
+    """A symbolic value was asked for what only arrays have: ``x.sum()`` in an op."""
+
+
 class LimitError(ShaderError, ValueError):
     """More than the device allows: a binding, workgroup memory, workgroups. Says both
     numbers.

@@ -60,10 +60,11 @@ class Lowered:
             groups = "×".join(str(n) for n in k.workgroups)
             size = "×".join(str(n) for n in k.workgroup_size)
             lines.append(f"{i}. {k.name} [{k.archetype}] {groups} workgroups of {size}")
-            lines.append(
-                f"   computes {', '.join(s.name for s in k.members)}; stores "
-                f"{', '.join(s.name for s in k.writes)}"
-            )
+            if k.members:  # a second stage has none of its own; its reason says all
+                lines.append(
+                    f"   computes {', '.join(s.name for s in k.members)}; stores "
+                    f"{', '.join(s.name for s in k.writes)}"
+                )
             lines.append(f"   {k.bytes:,} bytes, {k.flops:,} FLOPs")
             if k.reason:
                 lines.append(f"   {k.reason}")

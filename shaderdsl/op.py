@@ -149,6 +149,9 @@ class Op:
                 raise AxisError(
                     f"{self.name} has no option or axis {k!r}",
                     where=f"{self.name} ({E.user_location()})",
+                    cure="its options are: " + ", ".join(p.name for p in extra)
+                    if extra
+                    else None,
                 )
         return values, sizes, keep
 

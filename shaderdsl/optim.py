@@ -18,7 +18,7 @@ from . import namespace as sd
 from . import ops, tree
 from .array import Array, asarray, is_number
 from .dtypes import NUMPY
-from .errors import ShaderError, ShapeError
+from .errors import DTypeError, ShaderError, ShapeError
 from .ir import expr as E
 from .nn.module import Module, named_arrays, static
 from .op import Op
@@ -146,6 +146,15 @@ def _rebuilt(like: Any, leaves: list[Any]) -> Any:
 
 def _zeros(model: Any) -> Any:
     """f32 zeros of the model's structure; None where a leaf is not floating point."""
+
+    for path, x in named_arrays(model):
+        if isinstance(x, (int, float)):
+            raise DTypeError(
+                f"{path or 'the model'} is the number {x}, not an array",
+                where=E.user_location(),
+                cure="a parameter is an array: sd.array(…); a setting of a module is "
+                "declared with sd.nn.static(default=…)",
+            )
 
     def zero(x: Any) -> Array | None:
         if asarray(x).dtype not in E.FLOATS:

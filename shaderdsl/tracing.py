@@ -342,6 +342,9 @@ class Spec:
         one = len(shape) == 1 and isinstance(shape[0], (tuple, list))
         self.shape = A.sizes(shape[0] if one else shape, "an array")
 
+    def __repr__(self) -> str:
+        return f"spec({', '.join([repr(self.dtype), *map(str, self.shape)])})"
+
 
 def spec(dtype: str, *shape: int) -> Spec:
     """``sd.spec("f32", 16, 512)``"""

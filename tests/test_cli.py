@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -198,6 +199,25 @@ def test_show_backward_and_explain(ops_file, capsys):
     shown = capsys.readouterr().out
     assert "the pullback of rms_norm" in shown
     assert "workgroups" in shown
+    assert "computes ;" not in shown and "second stage" in shown
+
+
+def test_show_leaves_its_own_program_out(ops_file, tmp_path):
+    """A derivative is made by no line of the user; the program is not one either."""
+    program = tmp_path / "bin" / "shaderdsl"
+    program.parent.mkdir()
+    program.write_text("import sys\nfrom shaderdsl.cli import main\nsys.exit(main())\n")
+    root = Path(sd.__file__).parents[1]
+    words = ["show", f"{ops_file}:rms_norm", "--device", "cpu"]
+    for more in ([], ["--backward"]):
+        done = subprocess.run(
+            [sys.executable, str(program), *words, *more],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
+        assert done.returncode == 0, done.stderr
+        assert "mean" in done.stdout and "sys.exit" not in done.stdout
 
 
 def test_show_math(ops_file, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import re
 
 import numpy as np
@@ -111,6 +112,31 @@ def heads(x):
     return x
 
 
+@sd.op("t k, k n -> t n")
+def product_sign(x, w):
+    return x @ w
+
+
+@sd.op("t k, k n -> t n")
+def product_of_an_array(x, w):
+    return f32(3, 3) @ w
+
+
+@sd.op("t d -> t")
+def method(x):
+    return x.sum(over="d")
+
+
+@sd.op("t -> t")
+def array_at_a_symbol(x):
+    return x * f32(3)[sd.index("t")]
+
+
+@sd.op("t -> t")
+def from_math(x):
+    return x * math.exp(x)
+
+
 def line_of(op, needle):
     """The line of an op's body that holds this text."""
     lines, start = inspect.getsourcelines(op.function)
@@ -136,6 +162,36 @@ BAD = {
         ShapeError,
         r"argument 'x' has 1 dimensions \(3,\).* 2: 't d'",
         None,
+    ),
+    "@ inside an op": (
+        lambda: product_sign(f32(2, 3), f32(3, 2)),
+        TraceError,
+        r"single elements; @ multiplies arrays",
+        "x @ w",
+    ),
+    "a NumPy array @ a value": (
+        lambda: product_of_an_array(f32(2, 3), f32(3, 2)),
+        TraceError,
+        r"single elements; @ multiplies arrays",
+        "@ w",
+    ),
+    "a method of arrays inside an op": (
+        lambda: method(f32(2, 3)),
+        TraceError,
+        r"has no 'sum'",
+        "x.sum",
+    ),
+    "a NumPy array at a symbolic index": (
+        lambda: array_at_a_symbol(f32(3)),
+        TraceError,
+        r"cannot become a NumPy array, nor index one",
+        "f32(3)[",
+    ),
+    "a function of math inside an op": (
+        lambda: from_math(f32(3)),
+        TraceError,
+        r"is no number while an op is traced",
+        "math.exp",
     ),
     "too few operands": (
         lambda: scale(f32(2, 3)),
@@ -410,6 +466,52 @@ def test_wrong_arguments_of_a_compiled_function(cpu):
             call()
         assert "test_errors.py" in caught.value.where
         assert "(x, factor, shift=0.0)" in caught.value.cure
+
+
+def test_an_unknown_option_names_those_that_there_are(cpu):
+    with pytest.raises(AxisError, match="no option or axis 'epsilon'") as caught:
+        ops.rms_norm(f32(2, 3), f32(3), epsilon=1.0)
+    assert "eps" in caught.value.cure
+
+
+def test_a_value_answers_what_python_and_numpy_ask(cpu):
+    """hasattr and protocols see an ordinary AttributeError."""
+
+    @sd.op("t -> t")
+    def asked(x):
+        assert not hasattr(x, "shape") and not hasattr(x, "__array_interface__")
+        return np.float32(2) * x
+
+    np.testing.assert_array_equal(asked(f32(3)).numpy(), 2 * f32(3))
+
+
+def test_check_op_wants_an_op():
+    from shaderdsl.testing import check_op
+
+    with pytest.raises(TraceError, match="not a function") as caught:
+        check_op(lambda x: x)
+    assert "check_gradients" in caught.value.cure
+
+
+def test_check_gradients_wants_something_to_check(cpu):
+    from shaderdsl.testing import check_gradients
+
+    with pytest.raises(DifferentiationError, match="no float array"):
+        check_gradients(lambda x: x * 2, np.arange(3, dtype=np.int32))
+
+
+def test_a_hook_cannot_index_what_is_not_captured(cpu):
+    bias = f32(2, 4)
+    with pytest.raises(TraceError, match="nor index one") as caught:
+        ops.attention(
+            *[f32(1, 2, 4, 8)] * 3, score=lambda x, b, h, i, j: x + bias[h, i - j]
+        )
+    assert "captured=" in caught.value.cure
+
+
+def test_the_namespace_lists_what_comes_late():
+    assert {"nn", "optim", "ops", "testing", "from_sympy", "sum"} <= set(dir(sd))
+    assert all(hasattr(sd, name) for name in dir(sd))
 
 
 def test_larger_than_the_device(device):

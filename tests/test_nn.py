@@ -8,6 +8,7 @@ import pytest
 import shaderdsl as sd
 from shaderdsl import nn
 from shaderdsl.errors import (
+    CheckpointError,
     DTypeError,
     IndexRangeError,
     ShaderError,
@@ -110,6 +111,35 @@ def test_own_modules(cpu):
     assert set(nn.state_dict(gradient)) == {"inner.weight", "scale"}
     with pytest.raises(AttributeError):
         layer.power = 3
+
+
+def test_parameters_go_out_and_in_again(cpu, tmp_path):
+    layer = nn.Linear(array(normal(3, 2)), array(normal(3)).astype("f16"))
+    np.savez(tmp_path / "layer.npz", **layer.parameters())
+    stored = np.load(tmp_path / "layer.npz")
+    again = nn.Linear(sd.zeros((3, 2)), sd.zeros(3).astype("f16")).with_parameters(
+        {k: v.astype(np.float32) for k, v in stored.items()}
+    )
+    for name, x in layer.parameters().items():
+        got = again.parameters()[name]
+        assert got.dtype == x.dtype
+        np.testing.assert_array_equal(got.numpy(), x.numpy())
+    wrong = {"weight": normal(2, 2), "scale": normal(3)}
+    with pytest.raises(CheckpointError) as caught:
+        layer.with_parameters(wrong)
+    for text in ("weight: shape (2, 2)", "bias: missing", "scale: not in", "test_nn"):
+        assert text in str(caught.value)
+    model = nn.Transformer.init(SMALL)
+    other = nn.Transformer.init(SMALL, seed=1).with_parameters(model.parameters())
+    for name, x in model.parameters().items():
+        assert other.parameters()[name] is x
+
+
+def test_only_a_whole_model_is_saved_as_one(cpu, tmp_path):
+    with pytest.raises(CheckpointError, match="not a Linear") as caught:
+        nn.save(nn.Linear(sd.ones((2, 2))), tmp_path / "layer")
+    assert "with_parameters" in caught.value.cure
+    assert not (tmp_path / "layer").exists()
 
 
 def test_the_same_seed_gives_the_same_weights(cpu):

@@ -9,7 +9,7 @@ import pytest
 
 import shaderdsl as sd
 from shaderdsl import nn, optim
-from shaderdsl.errors import ShaderError, ShapeError
+from shaderdsl.errors import DTypeError, ShaderError, ShapeError
 
 RNG = np.random.default_rng(0)
 
@@ -89,6 +89,15 @@ def test_weight_decay_by_group(device):
         decays=lambda k: k == "weight",
     )  # fmt: skip
     near(moved, want)
+
+
+def test_a_number_is_no_parameter(cpu):
+    """A setting that was not declared as one is refused, not trained."""
+    for optimiser in (sd.optim.AdamW(), sd.optim.SGD(lr=0.1, momentum=0.9)):
+        with pytest.raises(DTypeError, match=r"^s is the number 2.0") as caught:
+            optimiser.init({"w": sd.ones(3), "s": 2.0})
+        assert "sd.nn.static" in caught.value.cure
+        assert "test_optim.py" in caught.value.where
 
 
 def test_parameters_without_a_gradient_stay(device):

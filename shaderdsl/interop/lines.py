@@ -24,6 +24,8 @@ def source_lines(kernel: Kernel) -> list[str]:
     places = sorted({p for p in map(_place, found) if p is not None})
     lines = []
     for file, number in places:
+        if Path(file).stem == "shaderdsl":
+            continue  # the program of the command line, which asked for a derivative
         text = linecache.getline(file, number).strip()
         # A decorator is where an op begins; what it computes are the lines below.
         if text and not text.startswith("@"):

@@ -13,7 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import AxisError, DTypeError, ReductionError, ShapeError, TraceError
+from ..errors import (
+    AxisError,
+    DTypeError,
+    MemberError,
+    ReductionError,
+    ShapeError,
+    TraceError,
+)
 from . import expr as E
 from . import signature as S
 from . import verify
@@ -160,10 +167,48 @@ class Value:
             cure="use sd.where(condition, a, b), or pass the number as a static option",
         )
 
-    __float__ = __int__ = __index__ = __bool__
+    def __float__(self) -> float:
+        raise TraceError(
+            "a symbolic value is no number while an op is traced",
+            where=f"{self.trace.name} ({E.user_location()})",
+            cure="use functions of sd, not of math (sd.exp), and sd.cast; or pass the "
+            "number as a static option",
+        )
+
+    __int__ = __index__ = __float__
+
+    def __array__(self, *args: Any, **keywords: Any) -> Any:
+        raise TraceError(
+            "a symbolic value cannot become a NumPy array, nor index one",
+            where=f"{self.trace.name} ({E.user_location()})",
+            cure="pass the array as an operand and read it along a named axis, "
+            "x.at(d=…); for a hook of attention: captured={'x': x}",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # Python and NumPy ask for names with underscores to see what a thing can do.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise MemberError(
+            f"a value inside an op is one element and has no {name!r}",
+            where=f"{self.trace.name} ({E.user_location()})",
+            cure='use functions over named axes, sd.sum(x, over="d"); shapes are those '
+            "of the signature",
+        )
+
+    def __matmul__(self, other: Any) -> Value:
+        raise TraceError(
+            "values inside an op are single elements; @ multiplies arrays",
+            where=f"{self.trace.name} ({E.user_location()})",
+            cure='write the sum: sd.sum(x * w, over="k")',
+        )
+
+    __rmatmul__ = __matmul__
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **more: Any) -> Any:
         """NumPy numbers on the left of an operator; NumPy's functions are refused."""
+        if ufunc.__name__ == "matmul":
+            self.__matmul__(args)
         prim = _UFUNCS.get(ufunc.__name__)
         if prim is None or method != "__call__" or more:
             raise TraceError(

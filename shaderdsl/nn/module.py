@@ -7,11 +7,13 @@ Fields that hold arrays, modules or tuples of them are children. Fields made wit
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, dataclass_transform
 
 from .. import tree
-from ..array import Array
+from ..array import Array, asarray
+from ..errors import CheckpointError
+from ..ir.expr import user_location
 
 __all__ = [
     "Module",
@@ -76,6 +78,35 @@ class Module:
     def parameters(self) -> dict[str, Array]:
         """Every array under its attribute path: ``{"layers.0.norm1.weight": …}``."""
         return dict(named_arrays(self))
+
+    def with_parameters(self, named: Mapping[str, Any]) -> Any:
+        """The same module with these arrays, named as :meth:`parameters` names them.
+
+        Each takes the dtype of the one in whose place it comes.
+
+        Example:
+            >>> np.savez("net.npz", **net.parameters())
+            >>> net = net.with_parameters(np.load("net.npz"))
+
+        Raises:
+            CheckpointError: names or shapes are not those of the module.
+        """
+        own = self.parameters()
+        wrong = [f"{k}: missing" for k in own if k not in named]
+        wrong += [f"{k}: not in this module" for k in named if k not in own]
+        new = {k: asarray(named[k], x.dtype) for k, x in own.items() if k in named}
+        wrong += [
+            f"{k}: shape {x.shape} in place of {own[k].shape}"
+            for k, x in new.items()
+            if x.shape != own[k].shape
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"these are not the parameters of this {type(self).__name__}: "
+                + "; ".join(wrong),
+                where=user_location(),
+            )
+        return tree.unflatten(tree.flatten(self)[1], [new[k] for k in own])
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__}("]

@@ -16,6 +16,7 @@ import numpy as np
 from ..array import Array, asarray
 from ..dtypes import NUMPY, dtype_name
 from ..errors import CheckpointError, ShaderError
+from ..ir import expr as E
 from ..namespace import concatenate
 from .families import family_of, read_config
 from .module import map_modules, named_arrays
@@ -64,9 +65,18 @@ def save(model: Transformer, folder: str | os.PathLike[str]) -> Path:
     in one step, the weights first.
 
     Raises:
-        CheckpointError: the model's family cannot store what its configuration says.
+        CheckpointError: no ``Transformer``, or one whose family cannot store what its
+            configuration says.
     """
     from .lora.layer import LoRALinear
+
+    if not isinstance(model, Transformer):
+        raise CheckpointError(
+            f"sd.nn.save writes a Transformer, not a {type(model).__name__}",
+            where=E.user_location(),
+            cure="parameters of other modules: np.savez(file, **model.parameters()), "
+            "then model.with_parameters(np.load(file))",
+        )
 
     def visit(path: str, x: LoRALinear) -> LoRALinear:
         if not x.merged:

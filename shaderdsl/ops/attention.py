@@ -11,6 +11,7 @@ Source: Vaswani et al., "Attention is all you need" (2017); Ainslie et al., "GQA
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from .. import namespace as sd
@@ -114,7 +115,7 @@ def _attention(
         k: [..., kv heads, s, d]; kv heads divide query heads.
         v: [..., kv heads, s, c].
         scale: 1/√d by default.
-        causal: query at position i sees keys j ≤ i.
+        causal: query at position i sees keys j ≤ i; True by default.
         window: and j > i - window: ``window`` keys, its own among them.
         softcap: scores become cap · tanh(score / cap) before the mask.
         start: position of the first query, a number or one a batch; s - t by default,
@@ -139,6 +140,8 @@ def _attention(
 
 _attention.__name__ = "attention"
 attention = Attention(_attention, _HEADS + " -> ... (h g) t c", {}, ("causal",))
+# What help and editors show: the hooks too, which the expression does not take.
+vars(attention)["__signature__"] = inspect.signature(attention.__call__)
 
 
 @op(_HEADS + " -> ... (h g) t c, ... (h g) t", static=("causal",))

@@ -11,7 +11,7 @@ import hypothesis
 import numpy as np
 from hypothesis import HealthCheck, given, reject, settings
 
-from ..errors import ReductionError
+from ..errors import ReductionError, TraceError
 from ..function import grad, vjp
 from ..op import Op
 from .gradients import Graph, compare_slopes, loss_of, scalar_loss, several
@@ -97,7 +97,13 @@ def check_op(
 
     Raises:
         AssertionError: for the smallest case that fails.
+        TraceError: what is no op.
     """
+    if not isinstance(op, Op):
+        raise TraceError(
+            f"check_op takes an op, not a {type(op).__name__}",
+            cure="check_gradients(f, *arrays) takes any function of arrays",
+        )
     failed: list[Case] = []
     seed = default_seed if seed is None else seed
 

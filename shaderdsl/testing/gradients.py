@@ -10,7 +10,9 @@ import numpy as np
 
 from .. import namespace as sd
 from ..array import Array
+from ..errors import DifferentiationError
 from ..function import vjp
+from ..ir.expr import user_location
 from ..reference import Graph
 
 Arrays = Sequence[Any]
@@ -106,8 +108,15 @@ def check_gradients(
 
     Raises:
         AssertionError: naming the argument, the slope and what was expected.
+        DifferentiationError: no argument is a float array: nothing can be checked.
     """
     graph = Graph(function, args)
+    if not graph.floats:
+        raise DifferentiationError(
+            "check_gradients got no float array, so it has no gradient to check",
+            where=user_location(),
+            cure="only f32 and f16 arrays have a derivative",
+        )
     r = np.random.default_rng(seed)
     cotangents = [r.standard_normal(s.shape).astype(np.float32) for s in graph.outs]
     y, pullback = vjp(function, *args)
