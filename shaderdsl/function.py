@@ -83,19 +83,32 @@ class Compiled:
                 where=E.user_location(),
                 cure=f"its parameters are {self._parameters}",
             ) from None
+        given = set(bound.arguments)
         bound.apply_defaults()
-        return dict(bound.arguments)
+        # A number that nobody gave is the function's own, known when it is traced.
+        return {
+            k: v
+            for k, v in bound.arguments.items()
+            if k in given
+            or not is_number(v)
+            or k in self.donate
+            or self._parameters.parameters[k].kind == inspect.Parameter.POSITIONAL_ONLY
+        }
 
     def _call(self, arguments: dict[str, Any]) -> Any:
         args: list[Any] = []
         keywords: dict[str, Any] = {}
+        left_out = False
         for p in self._parameters.parameters.values():
+            if p.name not in arguments:
+                left_out = True
+                continue
             v = arguments[p.name]
             if p.kind == p.VAR_POSITIONAL:
                 args += v
             elif p.kind == p.VAR_KEYWORD:
                 keywords.update(v)
-            elif p.kind == p.KEYWORD_ONLY:
+            elif p.kind == p.KEYWORD_ONLY or left_out:
                 keywords[p.name] = v
             else:
                 args.append(v)
@@ -169,6 +182,8 @@ def compile(
 
     It is traced once for each signature (structure, shapes, dtypes, values of bools and
     strings). Python numbers are runtime values: another number compiles nothing.
+    Those that must be known while tracing (a count of loops) come by a default that the
+    call leaves alone: ``sd.compile(functools.partial(f, n=3))``.
 
     Args:
         donate: names of parameters whose arrays may be overwritten; they cannot be used

@@ -1,12 +1,13 @@
 """Replays of a plan: memory stays where it is, and nothing is made anew."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 
 import shaderdsl as sd
-from shaderdsl import engine
+from shaderdsl import engine, errors
 from shaderdsl.runtime import executable
 
 
@@ -222,3 +223,28 @@ def test_a_module_is_taken_apart_once_and_put_together_alike():
         assert tree.flatten(none)[1] != structure
         replaced = again["m"].replace(a=two)
         assert tree.flatten(replaced)[0] == [two, two]
+
+
+def test_numbers_left_at_their_defaults_are_known_while_tracing(device):
+    half = np.float32(1.5)
+
+    def doubled(x, /, gain=half, n=2, *rest, shift=0.5, often=1):
+        for _ in range(n):
+            x = x * 2
+        for _ in range(often):
+            x = x + shift
+        return x * gain + sum(rest)
+
+    x = np.arange(3, dtype=np.float32)
+    f = sd.compile(doubled)
+    np.testing.assert_array_equal(f(x).numpy(), doubled(x))
+    np.testing.assert_array_equal(f(x, shift=1.5).numpy(), doubled(x, shift=1.5))
+    np.testing.assert_array_equal(f(x, 2.0).numpy(), doubled(x, 2.0))
+    with sd.profile() as p:  # a given number is a runtime value
+        np.testing.assert_array_equal(f(x, shift=2.5).numpy(), doubled(x, shift=2.5))
+    assert p.compiled == 0
+    with pytest.raises(errors.TraceError, match="cannot be read"):
+        f(x, 1.0, 3)
+    for more in ({"n": 3}, {"often": 4, "n": 0}):
+        g = sd.compile(functools.partial(doubled, **more))
+        np.testing.assert_array_equal(g(x).numpy(), doubled(x, **more))
