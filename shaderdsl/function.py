@@ -273,10 +273,9 @@ def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., An
             pairs = [(s, a) for s, a in zip(inputs, arrays, strict=True) if s in used]
             results = run(stages, [s for s, _ in pairs], [a for _, a in pairs])
         by_input: list[Any] = [None] * len(traced.inputs)
-        for k in _differentiable(traced):
-            by_input[k] = _zeros(traced.inputs[k])
-        for (g, _), r in zip(real, results, strict=True):
-            by_input[_differentiable(traced)[g]] = r
+        found = {g: r for (g, _), r in zip(real, results, strict=True)}
+        for g, k in enumerate(_differentiable(traced)):
+            by_input[k] = found[g] if g in found else _zeros(traced.inputs[k])
         return _per_argument(traced, by_input)
 
     return y, pullback

@@ -11,6 +11,8 @@ import pytest
 
 import shaderdsl as sd
 from shaderdsl import ops
+from shaderdsl.codegen import row
+from shaderdsl.codegen.target import Features, Limits
 from shaderdsl.testing.gradients import Graph
 
 
@@ -118,3 +120,73 @@ def test_a_sum_over_another_maximum_is_left_alone(family):
     m = (-x.astype(np.float64)).max(-1, keepdims=True)
     want = np.exp(x - m).sum(-1)
     np.testing.assert_allclose(f(x).numpy(), want, rtol=1e-5)
+
+
+# ------------------------------------------------------------------ rows of one kernel
+
+
+@pytest.fixture(params=["software", "gpu", "portable"])
+def looping(request, monkeypatch):
+    """Rows that a kernel walks in a loop, shorter than they would be."""
+    device = sd.use_device("wgpu")
+    before = device.target
+    if request.param == "gpu":
+        features = dataclasses.replace(before.features, wide_words=False)
+        device.target = dataclasses.replace(before, family="gpu", features=features)
+    elif request.param == "portable":
+        device.target = dataclasses.replace(
+            before, family="gpu", features=Features(), limits=Limits()
+        )
+    monkeypatch.setattr(row, "ONLINE", 128)
+    yield request.param
+    device.target = before
+    sd.use_device("cpu")
+
+
+def weighted(x):
+    """Two sums below one maximum, one of them with weights of either sign."""
+    e = sd.exp(x - sd.max(x, axis=-1, keepdims=True))
+    return sd.sum(e * x, axis=-1) / sd.sum(e, axis=-1)
+
+
+@pytest.mark.parametrize(
+    "f", [log_sum, ops.softmax, ops.log_softmax, loss, of_some, weighted]
+)
+@pytest.mark.parametrize("shape", [(3, 10_000), (2, 6_001)])
+def test_maximum_and_sum_from_one_walk(looping, f, shape):
+    """Vec4s and single elements, whole turns of four and what is left of them."""
+    low = sd.lower(f, sd.spec("f32", *shape))
+    text = low.kernels[0].wgsl
+    assert "most0_" in text and text.count("subgroup") * (looping == "portable") == 0
+    x = rows(shape)
+    graph = Graph(f, [x])
+    wide = x.astype(np.float64)
+    (want,) = graph.value([wide])
+    y, pullback = sd.vjp(f, x)
+    close = 2e-6 * np.abs(want).max()
+    np.testing.assert_allclose(y.numpy(), want, rtol=2e-5, atol=close)
+    dy = rows(np.shape(want), 1.0)
+    (slope,) = graph.gradient([wide], [dy.astype(np.float64)])
+    close = 2e-5 * np.abs(slope).max()
+    np.testing.assert_allclose(pullback(dy).numpy(), slope, rtol=0, atol=close)
+
+
+def test_infinities_in_one_walk(looping):
+    """As the plain expressions have it: a plain y - m is NaN below infinity."""
+    x = rows((6, 10_000))
+    x[0, :9_000] = -np.inf
+    x[1] = -np.inf
+    x[2, 9_999] = 1e30
+    x[3, 3] = np.inf
+    x[4, 5] = np.nan
+    x[5, 5_000:] = 1e4
+    got = log_sum(x).numpy()
+    part = np.log(np.exp(x[0, 9_000:].astype(np.float64)).sum())
+    np.testing.assert_allclose(got[0], part, rtol=1e-5)
+    assert got[1] == -np.inf and got[2] == np.float32(1e30) and got[3] == np.inf
+    assert np.isnan(got[4])
+    assert got[5] == pytest.approx(1e4 + np.log(5_000), rel=1e-7)
+    most = sd.compile(lambda x: (sd.max(x, axis=-1), weighted(x)))
+    m, w = (y.numpy() for y in most(x))
+    np.testing.assert_array_equal(m, x.max(-1))
+    assert np.isnan(w[[0, 1, 3, 4]]).all() and np.isfinite(w[[2, 5]]).all()

@@ -296,6 +296,7 @@ class Partition:
                     best = n
             if len(count[body]) <= self.limit - 1 or best is None:
                 return body
+            best = self._narrow_part(s, body, count) or best
             axes = [a for a in live if best.free >> a & 1]
             part = map_stage(
                 [s.space[a] for a in axes],
@@ -312,6 +313,25 @@ class Partition:
                 members.append(make_member(part, part.body))
             replacement = E.load(part, [E.index(a) for a in axes])
             body = E.replace(body, best, replacement)
+
+    def _narrow_part(
+        self, s: Stage, body: Expr, count: dict[Expr, frozenset[Stage]]
+    ) -> Expr | None:
+        """The part with fewer elements than the whole (a number a row, which costs
+        next to nothing) that saves most arrays, if one does.
+        """
+        whole = math.prod(s.space)
+        best, least = None, len(count[body])
+        for n, found in count.items():
+            size = math.prod(s.space[a] for a in E.bits(n.free))
+            if n.kind != "apply" or len(found) < 2 or size >= whole:
+                continue
+            left = set()
+            for x in E.loads(E.replace(body, n, E.const(0, n.dtype))):
+                left.add(x.data)
+            if len(left) + 1 < least:
+                best, least = n, len(left) + 1
+        return best
 
     # -------------------------------------------------------------- placing
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..ir import expr as E
@@ -23,6 +23,7 @@ from .member import Member
 from .partition import Group
 from .program import Kernel, Scratch
 from .reduction import Tree, combine, horizontal, identity
+from .row_online import FLIGHT, ONLINE, Online, ahead, find_pairs
 from .schedule import (
     Layout,
     decode,
@@ -146,12 +147,14 @@ class _Row:
         lanes = range(len(g.rows), len(g.space))
         self.layout: Layout = lay_out(g, self.bodies, [rows, lanes])
         self.vector = vector_axis(self.layout, self.layout.loops[1])
+        self.pairs: dict[Member, list[Member]] = {}
         self.row_count = math.prod(g.rows)
         self.n = math.prod(g.lanes) // (WIDTH if self.vector is not None else 1)
         self.columns = [m for m in g.members if m.role == "column"]
         self.reductions = [m for m in g.members if m.role not in ("column", "map")]
         self.maps = [m for m in g.members if m.role == "map" and m in g.stored]
         self.levels = self._levels()
+        self.pairs = find_pairs(self.reductions, self.bodies, self.levels)
         shape = (
             self.row_count,
             self.n,
@@ -159,13 +162,20 @@ class _Row:
             1 + max(self.levels.values(), default=0),
             target,
         )
+        default = choose(*shape)
+        if self.pairs and target.family != "software" and self.n > ONLINE:
+            width = min(512, target.limits.max_invocations)
+            default = replace(default, width=width, rows=1, chunks=0)
         self.schedule = schedule or pick(
             target,
             "row",
-            choose(*shape),
+            default,
             lambda: candidates(*shape),
             lambda s: fits(s, *shape),
         )
+        if self.schedule.chunks:
+            self.pairs = {}  # the row is in registers
+        self.levels = self._levels()
         self.partials: dict[Member, Scratch] = {}
         self.w = make_writer(g, self.layout, target, self.vector)
         for m in g.stored:
@@ -175,10 +185,16 @@ class _Row:
                 self.w.plain.add(g.target(m)[0])
 
     def _levels(self) -> dict[Member, int]:
-        """The phase of each reduction: one after the last that it reads."""
+        """The phase of each reduction: one after the last that it reads, or that of
+        the maximum which it goes along with.
+        """
         by_stage = {m.stage: m for m in self.reductions}
+        most = {s: m for m, sums in self.pairs.items() for s in sums}
         level: dict[Member, int] = {}
         for m in self.reductions:
+            if m in most:
+                level[m] = level[most[m]]
+                continue
             inner = [
                 level[by_stage[n.data]]
                 for n in E.loads(self.bodies[m])
@@ -204,6 +220,8 @@ class _Row:
             f"let first = ({flat})"
             + (f" * {s.rows}u + lane / {s.width}u;" if s.rows > 1 else ";")
         )
+        self.names: dict[int, dict[int, str]] = {}
+        self.saved: dict[int, dict[Any, str]] = {}
         for m in self.columns:
             self._open_column(m)
         w.open()
@@ -270,8 +288,6 @@ class _Row:
         w = self.w
         decode(w, at, self.layout.loops[0], 1)
         last = max(self.levels.values(), default=0)
-        self.names: dict[int, dict[int, str]] = {}
-        self.saved: dict[int, dict[Any, str]] = {}
         for phase in range(1, last + 2):
             reds = [m for m in self.reductions if self.levels[m] == phase]
             tail = phase == last + 1
@@ -299,7 +315,11 @@ class _Row:
         """One pass over the row."""
         w, s = self.w, self.schedule
         accs = []
+        paired = {m: sums for m, sums in self.pairs.items() if m in reds}
+        along = {x for m, sums in paired.items() for x in (m, *sums)}
         for m in reds:
+            if m in along:
+                continue
             vector = self._vector_value(m)
             name = w.fresh("acc")
             dtype = m.body.dtype
@@ -314,13 +334,22 @@ class _Row:
             WIDTH if self.vector is not None else 1,
         )
         if s.chunks:
-            whole = self.n == s.width * s.chunks
             for c in range(s.chunks):
-                self._chunk(c, n, whole, accs, maps, columns)
+                self._chunk(c, n, accs, maps, columns)
+        elif paired:
+            walk = Online(w, self.bodies, paired, self.vector, self.position, s.width)
+            walk.row(
+                n,
+                lambda at: decode(w, at, self.layout.loops[1], 2, self.vector),
+                lambda: self._elements(accs, [], [], None, "i"),
+            )
+            for m, r in walk.results(self.tree):
+                self._reduced(m, r)
+        elif maps and not columns and self.target.family != "software":
+            self._store_row(n, maps)
         else:
             w.open()
-            at = "i"
-            decode(w, at, self.layout.loops[1], 2, self.vector)
+            decode(w, "i", self.layout.loops[1], 2, self.vector)
             self._elements(accs, maps, columns, None, "i")
             inner = w.close()
             w.line(f"for (var i = {self.position}; i < {n}; i += {s.width}u) {{", 1)
@@ -334,43 +363,56 @@ class _Row:
             values.append((monoid, dtype, v))
         results = self.tree.reduce(values, 1)
         for (m, _, _), r in zip(accs, results, strict=True):
-            r = r if r.startswith("r") else w.let(r, 1, "r")
-            w.memo[1][self.g.own_load(m)] = r
-            if m in self.g.stored:
-                self._store_narrow(m, r)
+            self._reduced(m, r if r.startswith("r") else w.let(r, 1, "r"))
 
-    def _vector_value(self, m: Member) -> bool:
-        return self.vector is not None and bool(self.bodies[m].free >> self.vector & 1)
-
-    def _chunk(
-        self,
-        c: int,
-        n: str,
-        whole: bool,
-        accs: Sequence[tuple[Member, str, bool]],
-        maps: Sequence[Member],
-        columns: Sequence[Member],
-    ) -> None:
-        """One element (or vec4) of each lane, unrolled; values keep their names from
-        phase to phase.
+    def _store_row(self, n: str, maps: Sequence[Member]) -> None:
+        """Maps of a row that loops, several positions at once: a driver may not read
+        what comes after a store before it.
         """
         w, s = self.w, self.schedule
-        w.open()
-        if c in self.saved:
-            w.memo[-1] = self.saved[c]
+        i = w.fresh("walk")
+        w.line(f"var {i} = {self.position};", 1)
+        for flight in (FLIGHT, 1):
+            lines = ahead(
+                w,
+                i,
+                flight,
+                s.width,
+                lambda at: decode(w, at, self.layout.loops[1], 2, self.vector),
+                lambda: self._map_values(maps),
+                lambda: None,
+                lambda: self._elements([], maps, [], None, i),
+            )
+            last = f"{i} + {(flight - 1) * s.width}u" if flight > 1 else i
+            w.line(f"for (; {last} < {n}; {i} += {flight * s.width}u) {{", 1)
+            w.blocks[1] += [*indent(lines), "}"]
+
+    def _map_values(self, maps: Sequence[Member]) -> list[str]:
+        w, vector = self.w, self.vector is not None
+        bodies = [self.bodies[m] for m in maps]
+        return [w.splat(b) if vector else w.value(b) for b in bodies]
+
+    def _reduced(self, m: Member, result: str) -> None:
+        """A reduction's result: what reads it finds it, and it is stored if wanted."""
+        self.w.memo[1][self.g.own_load(m)] = result
+        if m in self.g.stored:
+            self._store_narrow(m, result)
+
+    def _place(self, c: int, n: str) -> tuple[str | None, str]:
+        """Names the position of a lane's c-th element: its guard, if any, and it."""
+        w, s = self.w, self.schedule
         offset = f"{self.position} + {c * s.width}u" if c else self.position
-        if whole:
-            at = f"i{c}_" if c else self.position
-            if c not in self.saved and c:
+        new = c not in self.saved
+        if self.n == s.width * s.chunks:
+            inside, at = None, f"i{c}_" if c else self.position
+            if new and c:
                 w.line(f"let {at} = {offset};")
-            inside = None
         else:
-            at = f"i{c}_"
-            inside = f"in{c}_"
-            if c not in self.saved:
+            inside, at = f"in{c}_", f"i{c}_"
+            if new:
                 w.line(f"let {inside} = {offset} < {n};")
                 w.line(f"let {at} = min({offset}, {n} - 1u);")
-        if c not in self.saved:
+        if new:
             decode(w, at, self.layout.loops[1], 2, self.vector)
             self.names[c] = {
                 a: w.names[a]
@@ -381,6 +423,27 @@ class _Row:
         else:
             for a, name in self.names[c].items():
                 w.axis(a, name, 2)
+        return inside, at
+
+    def _vector_value(self, m: Member) -> bool:
+        return self.vector is not None and bool(self.bodies[m].free >> self.vector & 1)
+
+    def _chunk(
+        self,
+        c: int,
+        n: str,
+        accs: Sequence[tuple[Member, str, bool]],
+        maps: Sequence[Member],
+        columns: Sequence[Member],
+    ) -> None:
+        """One element (or vec4) of each lane, unrolled; values keep their names from
+        phase to phase.
+        """
+        w = self.w
+        w.open()
+        if c in self.saved:
+            w.memo[-1] = self.saved[c]
+        inside, at = self._place(c, n)
         self._elements(accs, maps, columns, inside, at, c)
         self.saved[c] = w.memo[-1]
         w.blocks[1] += w.close()
@@ -408,15 +471,7 @@ class _Row:
         guard = " && ".join(x for x in (inside, self.live) if x)
         if not maps:
             return
-        values = [
-            (
-                m,
-                w.splat(self.bodies[m])
-                if self.vector is not None
-                else w.value(self.bodies[m]),
-            )
-            for m in maps
-        ]
+        values = zip(maps, self._map_values(maps), strict=True)
         mark = len(w.blocks[-1])
         for m, v in values:
             w.store(

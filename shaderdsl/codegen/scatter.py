@@ -2,8 +2,8 @@
 atomics and in a fixed order.
 
 The first kernel links each contribution to the next one with the same destination (and
-clears the result); in the second, the first contribution of each destination walks its
-chain and writes the sum.
+clears the result): a workgroup compares one contribution with all. In the second, the
+first contribution of each destination walks its chain and writes the sum.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 
 from ..errors import CompilerError
 from ..ir import expr as E
-from ..ir.stage import MONOIDS
 from .member import scatter_parts
 from .partition import Group
 from .program import Kernel, Scratch
@@ -31,7 +30,12 @@ from .writer import WIDTH, contiguous, indent, wgsl_type
 
 #: Marks a contribution that is the first of its destination.
 _FIRST = "0x80000000u"
-_SIZE = 64
+#: Invocations of a workgroup.
+_SIZES = {"software": 64, "gpu": 256}
+
+
+def _size(target: Target) -> int:
+    return _SIZES.get(target.family, _SIZES["gpu"])
 
 
 def scatter_kernels(g: Group, target: Target) -> list[Kernel]:
@@ -63,35 +67,48 @@ def _link(g: Group, target: Target, links: Scratch, count: int) -> Kernel:
     vector = m.stage.size % WIDTH == 0
     if m.stage.dtype == "f16" and not target.features.f16:
         raise CompilerError("a scatter of f16 needs the adapter's shader-f16")
-    w.line(f"let at = (group.y * groups.x + group.x) * {_SIZE}u + lane;")
+    size = _size(target)
+    w.line("let mine = group.y * groups.x + group.x;")
+    w.line(f"let at = mine * {size}u + lane;")
     clear = w.write(m.stage, "at", f"{wgsl_type(m.body.dtype, vector)}(0)", vector)
     w.line(f"if (at < {w.param(('zeros',), zeros, stem='zeros')}) {{ {clear} }}")
     n = w.param(("count",), count, stem="count")
+    # The least position behind, and whether there is one before: neither depends on
+    # who comes first.
+    w.shared += [
+        "var<workgroup> link: atomic<u32>;",
+        "var<workgroup> before: atomic<u32>;",
+    ]
+    w.line(f"if (mine >= {n}) {{ return; }}")
+    w.line(f"if (lane == 0u) {{ atomicStore(&link, {n}); atomicStore(&before, 0u); }}")
+    w.line("workgroupBarrier();")
     w.open()
     w.base = 1
-    decode(w, "at", layout.loops[1], 1)
+    decode(w, "mine", layout.loops[1], 1)
     me = w.value(ids)
-    w.line(f"var link = {n};", 1)
-    w.line("var first = true;", 1)
     w.open()
     loop = [[int(other[a].data) for a in group] for group in layout.loops[1]]
     decode(w, "u", loop, 2)
     same = f"{w.value(their)} == {me}"
     test = w.close()
-    w.line(f"for (var u = 0u; u < {n}; u++) {{", 1)
+    w.line(f"for (var u = lane; u < {n}; u += {size}u) {{", 1)
     w.blocks[1] += [
         *indent(test),
         f"  if ({same}) {{",
-        "    if (u < at) { first = false; u = at; }",
-        "    else if (u > at) { link = u; break; }",
+        "    if (u > mine) { atomicMin(&link, u); }",
+        "    if (u < mine) { atomicStore(&before, 1u); }",
         "  }",
         "}",
     ]
+    w.line("workgroupBarrier();", 1)
     chain = w.binding(links, False, True)
-    w.line(f"{chain}[at] = select(link, link | {_FIRST}, first);", 1)
-    inner = w.close()
-    lines = [*w.blocks[0], f"if (at < {n}) {{", *indent(inner), "}"]
-    threads = max(zeros, count)
+    w.line("if (lane == 0u) {", 1)
+    w.line("  let next = atomicLoad(&link);", 1)
+    mark = f"select(next | {_FIRST}, next, atomicLoad(&before) == 1u)"
+    w.line(f"  {chain}[mine] = {mark};", 1)
+    w.line("}", 1)
+    lines = [*w.blocks[0], *w.close()]
+    groups = max(count, -(-zeros // size))
     kernel = finish(
         g,
         w,
@@ -99,8 +116,8 @@ def _link(g: Group, target: Target, links: Scratch, count: int) -> Kernel:
         lines,
         f"link_{m.stage.name}",
         "scatter",
-        _SIZE,
-        fold(-(-threads // _SIZE), target),
+        size,
+        fold(groups, target),
     )
     return kernel
 
@@ -125,36 +142,35 @@ def _sum(g: Group, target: Target, links: Scratch, count: int) -> Kernel:
     dtype = m.body.dtype
     wide = vector is not None
     width = math.prod(g.space[q] for q in rest) // (WIDTH if wide else 1)
+    size = _size(target)
     per = w.extent(rest, WIDTH if wide else 1)
-    w.line(f"let at = (group.y * groups.x + group.x) * {_SIZE}u + lane;")
+    w.line(f"let at = (group.y * groups.x + group.x) * {size}u + lane;")
     w.line(f"let start = at / {per};")
     n = w.param(("count",), count, stem="count")
     w.line(f"if (start >= {n}) {{ return; }}")
     chain = w.binding(links, False, False)
-    w.line(f"if (({chain}[start] & {_FIRST}) == 0u) {{ return; }}")
     decode(w, w.let(f"at % {per}", 0, "d"), layout.loops[0], 0, vector)
-    # Where the sum goes: the place of the first contribution.
+    # Link, destination and value of the first are fetched at once.
+    w.line(f"let head = {chain}[start];")
     w.open()
     decode(w, "start", layout.loops[1], 1)
     goes = w.value(ids)
-    head = w.close()
-    t = wgsl_type(dtype, wide)
-    identity = MONOIDS["sum"].identity[dtype]
-    zero = f"{t}({float(identity) if dtype == 'f32' else int(identity)})"
-    w.blocks[0] += head
+    first = w.splat(value) if wide else w.value(value)
+    w.line(f"var sum = {first};")
+    w.blocks[0] += w.close()
+    w.line(f"if ((head & {_FIRST}) == 0u) {{ return; }}")
     w.line(
         f"if ({goes} < 0 || u32({goes}) >= {w.extent([target_axis])}) {{ return; }}"
         if ids.dtype == "i32"
         else f"if ({goes} >= {w.extent([target_axis])}) {{ return; }}"
     )
     w.line(f"let goes_to = u32({goes});")
-    w.line(f"var sum = {zero};")
     w.open()
     decode(w, "t", layout.loops[1], 1)
     v = w.splat(value) if wide else w.value(value)
     w.line(f"sum = sum + {v};")
     step = w.close()
-    w.line("var t = start;")
+    w.line("var t = head & 0x7fffffffu;")
     w.line(f"for (; t < {n};) {{")
     w.blocks[0] += [*indent(step), f"  t = {chain}[t] & 0x7fffffffu;", "}"]
     w.axis(target_axis, "goes_to", 0)
@@ -166,8 +182,8 @@ def _sum(g: Group, target: Target, links: Scratch, count: int) -> Kernel:
         w.blocks[0],
         kernel_name(g),
         "scatter",
-        _SIZE,
-        fold(-(-(count * width) // _SIZE), target),
+        size,
+        fold(-(-(count * width) // size), target),
     )
     return _second(kernel)
 

@@ -237,6 +237,10 @@ def factors(body: Expr) -> tuple[float, list[Expr], list[Expr]]:
         elif name == "neg":
             sign = -sign
             stack.append(n.args[0])
+        elif name == "add" and n.args[0] is n.args[1] and n.dtype == "f32":
+            # What the derivative of a square gives.
+            sign *= 2.0
+            stack.append(n.args[0])
         elif name == "div":
             stack.append(n.args[0])
             out.append(E.apply("div", 1.0, n.args[1]))

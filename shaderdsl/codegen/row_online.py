@@ -1,0 +1,307 @@
+"""Softmax sums of long rows: a maximum and sums of exp(y - maximum) from one reading.
+
+A lane keeps the greatest y that it has met and sums of exponentials below it, which
+shrink when a greater one comes. At the end of the row the lanes' sums are brought on
+the row's maximum and added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..ir import expr as E
+from ..ir.expr import Expr
+from ..ir.stage import factors
+from .member import Member
+from .online_runs import maximum_of
+from .reduction import Tree, combine, horizontal, identity
+from .writer import Writer, indent, spell, wgsl_type
+
+#: Positions (elements or vec4s) of a row from which GPUs read it in a loop, once for
+#: both, and do not hold it in registers.
+ONLINE = 1 << 12
+
+#: Positions that a lane reads before it uses any of them.
+FLIGHT = 4
+
+_LOG2E = "1.44269504"
+
+
+def ahead(
+    w: Writer,
+    i: str,
+    flight: int,
+    width: int,
+    place: Callable[[str], None],
+    read: Callable[[], object],
+    between: Callable[[], None],
+    use: Callable[[], None],
+) -> list[str]:
+    """The inside of a loop over a row: so many positions are read before any is used.
+
+    Args:
+        i: the loop's variable.
+        width: how far apart a lane's positions lie.
+        place: names the axes of a position.
+        read: at each position; what it names ``use`` finds again.
+        between: once, after all were read.
+    """
+    lines: list[str] = []
+    memos: list[dict[Any, str]] = []
+    names: list[dict[int, str]] = []
+    for u in range(flight):
+        w.open()
+        place(w.let(f"{i} + {u * width}u", 2, "i") if u else i)
+        read()
+        memos.append(w.memo[-1])
+        names.append({a: x for a, x in w.names.items() if w.depth[a] == 2})
+        lines += w.close()
+    w.open()
+    between()
+    for memo, axes in zip(memos, names, strict=True):
+        w.memo[-1] = memo
+        for a, name in axes.items():
+            w.axis(a, name, 2)
+        use()
+    return lines + w.close()
+
+
+def find_pairs(
+    reductions: Sequence[Member],
+    bodies: Mapping[Member, Expr],
+    levels: Mapping[Member, int],
+) -> dict[Member, list[Member]]:
+    """Maximum → the sums that can go along with it."""
+    by_stage = {m.stage: m for m in reductions}
+    found: dict[Member, list[Member]] = {}
+    for s in reductions:
+        if s.stage.monoid != "sum" or s.body.dtype != "f32":
+            continue
+        term = _term(bodies[s])
+        if term is None:
+            continue
+        f, n = term
+        m = by_stage.get(n.data)
+        if (
+            m is None
+            or m.stage.monoid != "max"
+            or f.args[0].args[0] is not _y(m, bodies)
+        ):
+            continue
+        f_only = [x for x in E.loads(bodies[s]) if x.data is m.stage]
+        others = [x for x in factors(bodies[s])[1] if x is not f]
+        more = [*others, *factors(bodies[s])[2], f.args[0].args[0]]
+        if len(f_only) != 1 or any(x.data is m.stage for x in E.loads(*more)):
+            continue
+        read = [by_stage[x.data] for x in E.loads(bodies[s]) if x.data in by_stage]
+        if all(r is m or levels[r] < levels[m] for r in read):
+            found.setdefault(m, []).append(s)
+    return found
+
+
+def _term(body: Expr) -> tuple[Expr, Expr] | None:
+    """The one factor exp(y - m) of a sum's body, and the load of m."""
+    fs = [
+        f
+        for f in factors(body)[1]
+        if f.kind == "apply"
+        and f.data == "exp"
+        and f.args[0].kind == "apply"
+        and f.args[0].data == "sub"
+    ]
+    if len(fs) != 1:
+        return None
+    n = maximum_of(fs[0].args[0].args[1])
+    return None if n is None else (fs[0], n)
+
+
+def _y(m: Member, bodies: Mapping[Member, Expr]) -> Expr:
+    """What a maximum is of, where it is not masked."""
+    y = bodies[m]
+    if y.kind == "apply" and y.data == "where":
+        nothing = y.args[2]
+        if nothing.kind == "const" and nothing.data == float("-inf"):
+            return y.args[1]
+    return y
+
+
+class Online:
+    """The walk of one row.
+
+    Args:
+        pairs: maximum → its sums.
+        vector: the axis that vec4s run along, if any.
+        position: the lane's place in its row, of ``width``.
+    """
+
+    def __init__(
+        self,
+        w: Writer,
+        bodies: Mapping[Member, Expr],
+        pairs: Mapping[Member, list[Member]],
+        vector: int | None,
+        position: str,
+        width: int,
+    ):
+        self.w, self.bodies, self.pairs = w, bodies, pairs
+        self.wide = vector is not None
+        self.vector, self.position, self.width = vector, position, width
+        self.state: dict[Member, str] = {}
+
+    def row(
+        self, n: str, place: Callable[[str], None], beside: Callable[[], None]
+    ) -> None:
+        """Walk a row of ``n`` positions.
+
+        Args:
+            place: names the axes of a position.
+            beside: what else is done at each position.
+        """
+        w = self.w
+        none = identity(w, "max", "f32")
+        for k, (m, sums) in enumerate(self.pairs.items()):
+            self.state[m] = f"most{k}_"
+            w.line(f"var most{k}_ = {none};", 1)
+            w.line(f"var base{k}_ = 0.0;", 1)
+            for j, s in enumerate(sums):
+                kind = wgsl_type("f32", self._is_wide(s))
+                self.state[s] = f"sum{k}_{j}_"
+                w.line(f"var sum{k}_{j}_: {kind} = {kind}(0.0);", 1)
+        i = w.fresh("walk")
+        w.line(f"var {i} = {self.position};", 1)
+        for flight in (FLIGHT, 1):
+            reach = (flight - 1) * self.width
+            lines = self._steps(i, flight, place, beside)
+            last = f"{i} + {reach}u" if reach else i
+            w.line(f"for (; {last} < {n}; {i} += {flight * self.width}u) {{", 1)
+            w.blocks[1] += [*indent(lines), "}"]
+
+    def _is_wide(self, m: Member) -> bool:
+        return self.vector is not None and bool(self.bodies[m].free >> self.vector & 1)
+
+    def _steps(
+        self,
+        i: str,
+        flight: int,
+        place: Callable[[str], None],
+        beside: Callable[[], None],
+    ) -> list[str]:
+        w = self.w
+        values: dict[Member, list[str]] = {m: [] for m in self.pairs}
+        exponents: dict[Member, str] = {}
+
+        def read() -> None:
+            for m, of in values.items():
+                of.append(w.value(self.bodies[m]))
+            beside()
+
+        def between() -> None:
+            for m, of in values.items():
+                exponents[m] = self._grow(m, of)
+
+        def add() -> None:
+            for m, sums in self.pairs.items():
+                for s in sums:
+                    self._add(s, exponents[m])
+
+        return ahead(w, i, flight, self.width, place, read, between, add)
+
+    def _grow(self, m: Member, values: Sequence[str]) -> str:
+        """Raise the maximum, shrink its sums; gives what y is lowered by."""
+        w, most = self.w, self.state[m]
+        base = most.replace("most", "base")
+        wide = self._is_wide(m)
+        plain = self._told_by_sum(m) is not None
+        step = values[0]
+        for v in values[1:]:
+            step = self._max(step, v, wide, plain)
+        if wide:
+            step = w.let(step, 2)
+            step = self._max(
+                self._max(f"{step}.x", f"{step}.y", False, plain),
+                self._max(f"{step}.z", f"{step}.w", False, plain),
+                False,
+                plain,
+            )
+        new = w.let(self._max(most, step, False, plain), 2, "new")
+        low = w.let(f"select({new}, 0.0, sd_isinf({new}))", 2, "low")
+        # Sums below no maximum are 0, and those with an infinite one are not lowered.
+        kept = f"sd_isinf({most}) || sd_isinf({new})"
+        shrink = w.let(f"select({self._exp(f'{base} - {low}', False)}, 1.0, {kept})", 2)
+        for s in self.pairs[m]:
+            w.line(f"{self.state[s]} = {self.state[s]} * {shrink};")
+        w.line(f"{most} = {new};")
+        w.line(f"{base} = {low};")
+        return low
+
+    def _max(self, a: str, b: str, wide: bool, plain: bool) -> str:
+        return f"max({a}, {b})" if plain else combine("max", a, b, "f32", wide)
+
+    def _told_by_sum(self, m: Member) -> Member | None:
+        """A sum of the exponentials alone: it is NaN where some y is, so that the
+        maximum need not ask each.
+        """
+        for s in self.pairs[m]:
+            term = _term(self.bodies[s])
+            if term is not None and self.bodies[s] is term[0]:
+                return s if self.bodies[m] is _y(m, self.bodies) else None
+        return None
+
+    def _add(self, s: Member, low: str) -> None:
+        w = self.w
+        term = _term(self.bodies[s])
+        assert term is not None
+        f = term[0]
+        if f not in w.memo[-1]:
+            y = f.args[0].args[0]
+            wide = w.is_vector(y)
+            lowered = f"{w.value(y)} - {f'vec4<f32>({low})' if wide else low}"
+            w.memo[-1][f] = w.let(self._exp(lowered, wide), 2)
+        body = self.bodies[s]
+        v = w.splat(body) if self._is_wide(s) else w.value(body)
+        w.line(f"{self.state[s]} = {self.state[s]} + {v};")
+
+    def _exp(self, x: str, wide: bool) -> str:
+        """exp(x) for x ≤ 0: an error that grows with |x| counts for nothing in a sum
+        that has a 1.
+        """
+        if self.w.target.family == "software":
+            return spell("exp", [f"({x})"], "f32", wide)
+        return f"exp2(({x}) * {_LOG2E})"
+
+    def results(self, tree: Tree) -> list[tuple[Member, str]]:
+        """Reductions with their results, each known to all lanes."""
+        w = self.w
+        found: list[tuple[Member, str]] = []
+        for m, sums in self.pairs.items():
+            most = self.state[m]
+            own = {s: self._total(s) for s in sums}
+            told = self._told_by_sum(m)
+            greatest = most
+            if told is not None:
+                nan = f"sd_isnan({own[told]})"
+                greatest = w.let(f"select({most}, sd_nan(), {nan})", 1)
+            (whole,) = tree.reduce([("max", "f32", greatest)], 1)
+            whole = w.let(whole, 1, "r")
+            found.append((m, whole))
+            low = w.let(f"select({whole}, 0.0, sd_isinf({whole}))", 1, "low")
+            base = most.replace("most", "base")
+            kept = f"sd_isinf({most}) || sd_isinf({whole})"
+            shrunk = self._exp(f"{base} - {low}", False)
+            factor = w.let(f"select({shrunk}, 1.0, {kept})", 1)
+            values = [("sum", "f32", w.let(f"{own[s]} * {factor}", 1)) for s in sums]
+            for s, r in zip(sums, tree.reduce(values, 1), strict=True):
+                term = _term(self.bodies[s])
+                assert term is not None
+                if term[0].args[0].args[1].kind == "load":
+                    # A plain y - m is NaN below an infinite maximum.
+                    r = f"select({r}, sd_nan(), sd_isinf({whole}))"
+                found.append((s, w.let(r, 1, "r")))
+        return found
+
+    def _total(self, s: Member) -> str:
+        name = self.state[s]
+        if not self._is_wide(s):
+            return name
+        return self.w.let(horizontal("sum", name, "f32"), 1)
