@@ -190,3 +190,50 @@ def test_infinities_in_one_walk(looping):
     m, w = (y.numpy() for y in most(x))
     np.testing.assert_array_equal(m, x.max(-1))
     assert np.isnan(w[[0, 1, 3, 4]]).all() and np.isfinite(w[[2, 5]]).all()
+
+
+def plain_sum(x):
+    """Without a word on infinities: a row of -inf alone is NaN."""
+    m = sd.max(x, axis=-1, keepdims=True)
+    return sd.sum(sd.exp(x - m), axis=-1)
+
+
+def test_rows_that_hold_infinities(family):
+    x = rows((4, 70_000))
+    x[0, :60_000] = x[1] = -np.inf
+    x[2, 5], x[3, 7] = np.inf, np.nan
+    with np.errstate(invalid="ignore"):
+        expected = np.exp(x - x.max(-1, keepdims=True)).sum(-1, dtype=np.float64)
+    np.testing.assert_allclose(sd.compile(plain_sum)(x), expected, 1e-5)
+    assert np.isnan(expected[1:]).all() and np.isfinite(expected[0])
+    assert np.array_equal(sd.compile(log_sum)(x[1:3]), [-np.inf, np.inf])
+
+
+def test_a_maximum_of_some_and_a_sum_of_all(family):
+    """Shares that the mask empties have no maximum, but terms."""
+    x, m = np.full((2, 70_000), 150, np.float32), np.zeros((2, 70_000), bool)
+    m[:, :9] = True
+
+    def f(x):
+        largest = sd.max(sd.where(m, x, -np.inf), axis=-1, keepdims=True)
+        return sd.sum(sd.exp(x - largest), axis=-1)
+
+    np.testing.assert_allclose(sd.compile(f)(x), [70_000] * 2, 1e-5)
+
+
+def test_shares_of_one_element_along_their_axis(family, monkeypatch):
+    """The other reduced axis alone is more than a workgroup holds."""
+    from shaderdsl.codegen import split, split_online
+
+    monkeypatch.setattr(split, "LONG_ROW", 512)
+    monkeypatch.setattr(split, "SHARE", 8)
+    monkeypatch.setattr(split_online, "HELD", {"software": 8, "gpu": 8})
+    x = rows((1, 33, 17))
+
+    def f(x):
+        return sd.logsumexp(x, axis=(1, 2)), sd.sum(x, axis=(1, 2)), sd.max(x)
+
+    wide = x.astype(np.float64)
+    expected = np.log(np.exp(wide).sum()), wide.sum(), wide.max()
+    for got, value in zip(sd.compile(f)(x), expected, strict=True):
+        np.testing.assert_allclose(got, np.broadcast_to(value, got.shape), 1e-5)

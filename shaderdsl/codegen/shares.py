@@ -37,7 +37,12 @@ class Shares:
         self._per = -(-n // self.wanted)
         self.count = -(-n // self._per)
         self.moved = {no + q: E.index(no + 1 + q) for q in range(len(s.rext))}
-        place = {no: self._per, no + 1 + self._axis: 1}
+        # An axis of one element is no axis of a body.
+        place = {}
+        if self.count > 1:
+            place[no] = self._per
+        if self._per > 1:
+            place[no + 1 + self._axis] = 1
         self.moved[no + self._axis] = Affine(place, 0, ()).expr()
         assert s.body is not None
         self.first = self.stage_of(s, E.substitute(s.body, self.moved))

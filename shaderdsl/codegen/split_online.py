@@ -15,7 +15,7 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.stage import Stage, factors, reduce_stage
 from .member import Inliner, contract_parts
-from .online_runs import maximum_of
+from .online_runs import conjuncts, maximum_of
 from .shares import Shares
 from .target import Target
 from .writer import WIDTH
@@ -61,10 +61,11 @@ def _term(s: Stage) -> tuple[Expr, Stage] | None:
             continue
         body = inliner.body(m.body, m.space)
         if body is not y and body.kind == "apply" and body.data == "where":
-            nothing = body.args[2]
+            mask, seen, nothing = body.args
             if nothing.kind == "const" and nothing.data == -math.inf:
                 # Outside of the mask nothing is added, whatever y is there.
-                body = body.args[1]
+                if set(conjuncts(mask)) <= {c for g in guards for c in conjuncts(g)}:
+                    body = seen
         others = [g for g in (*fs, *guards) if g is not f]
         if body is y and not any(o.data is m for o in E.loads(*others, y)):
             return (f, m) if fs.count(f) == 1 else None
@@ -104,12 +105,20 @@ def rescaled(s: Stage, shares: Shares, m: Stage) -> Stage:
     no = len(s.ext)
     body, f = (E.substitute(e, shares.moved) for e in found)
     own = [E.index(q) for q in range(no + 1)]
-    largest = _finite(E.load(shares.first, own))
+    plain = maximum_of(f.args[0].args[1])
+    # The sum's own way with a maximum that is not finite: where(isinf(m), 0, m) or m.
+    guarded = _unwrapped(f.args[0].args[1]) is not plain
+    share, row = E.load(shares.first, own), E.load(m, own[:no])
+    largest = _finite(share) if guarded else share
     exponential = E.apply("exp", f.args[0].args[0] - largest)
     part = E.load(shares.stage_of(s, E.replace(body, f, exponential)), own)
-    scale = E.apply("exp", largest - _finite(E.load(m, own[:no])))
+    scale = E.apply("exp", largest - (_finite(row) if guarded else row))
     # A share of nothing but -inf has no maximum to speak of.
     none = E.apply("eq", part, E.const(0.0))
+    if not guarded:
+        # Nor has it one where the row has: only a row that is all -inf gives NaN.
+        other = E.apply("ne", E.apply("isinf", share), E.apply("isinf", row))
+        none = E.apply("or", none, other)
     total = E.where(none, E.const(0.0), part * scale)
     return reduce_stage(s.ext, [shares.count], "sum", total, s.name, s.loc)
 
@@ -124,6 +133,12 @@ def _term_of(s: Stage, m: Stage) -> tuple[Expr, Expr]:
             if n is not None and n.data is m:
                 return body, f
     raise AssertionError(f"{s.name} does not subtract {m.name}")
+
+
+def _unwrapped(shift: Expr) -> Expr:
+    while shift.kind == "apply" and shift.data == "stop_gradient":
+        shift = shift.args[0]
+    return shift
 
 
 def _finite(m: Expr) -> Expr:
