@@ -13,6 +13,7 @@ import numpy as np
 
 from . import ids, tree
 from .array import Array, asarray, is_number
+from .codegen.compared import compared
 from .dtypes import NUMPY
 from .engine import Plan, captured_inputs, lock, placeholder, plan_for
 from .errors import (
@@ -347,6 +348,8 @@ def _split(
     plan = plan_for(outs, inputs)
     stored = {s for k in plan.program.kernels for s in k.writes if isinstance(s, Stage)}
     again = plan.program.inside
+    # What is compared with its own maximum must be what the maximum was taken of.
+    again -= compared(topo_stages([*outs, *real]), outs, again)
     residuals: dict[Stage, None] = {}
     seen: set[Stage] = set()
     stack = list(real)

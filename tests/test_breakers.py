@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import shaderdsl as sd
+from shaderdsl.codegen.compared import compared
 from shaderdsl.errors import (
     AxisError,
     DifferentiationError,
@@ -21,6 +22,8 @@ from shaderdsl.errors import (
     SignatureError,
     TraceError,
 )
+from shaderdsl.ir.stage import topo_stages
+from shaderdsl.reference import Graph
 
 F32 = np.float32
 V = np.array([1, 2, 3], F32)
@@ -589,3 +592,38 @@ def test_bad_specs_and_devices(device):
         sd.use_device(3)
     with pytest.raises(ShapeError, match=r"not 1\.5"):
         sd.random.key(1.5)
+
+
+# ------------------------------------------------------------------ what must be equal
+
+
+@pytest.mark.parametrize("block_from", [0, 400])
+def test_a_maximum_that_is_a_result_keeps_its_gradient(device, block_from):
+    """No element of a product made again by another schedule equals its maximum."""
+    r = np.random.default_rng(0)
+    shapes = (3, 100, 20), (32, 20), (32,)
+    args = [r.standard_normal(s).astype(F32) for s in shapes]
+
+    def f(h, w, bias):
+        x = sd.tanh((h @ w.transpose(1, 0) + bias) / 5.0) * 5.0
+        return sd.logsumexp(x, axis=-1), sd.max(x, axis=-1)
+
+    graph = Graph(f, args)
+    dy = [r.standard_normal(s.shape).astype(F32) for s in graph.outs]
+    expected = graph.gradient(args, dy)
+    # Whether another schedule rounds otherwise is luck: the product must be the same.
+    outs = [*graph.outs, *graph.gradients]
+    order = topo_stages(outs)
+    x = {s for s in order if s.kind == "reduce" and s.shape == (3, 100, 32)}
+    assert x and compared(order, outs, x) == x
+    assert not compared(topo_stages(graph.outs), graph.outs, x)
+    before = device.target
+    device.target = dataclasses.replace(before, block_from=block_from)
+    try:
+        _, pullback = sd.vjp(f, *args)
+        both = sd.compile(lambda *a: sd.vjp(f, *a)[1](tuple(dy)))
+        for got in (pullback(tuple(dy)), both(*args)):
+            for g, e in zip(got, expected, strict=True):
+                close(g, e, rtol=1e-4, atol=1e-4)
+    finally:
+        device.target = before

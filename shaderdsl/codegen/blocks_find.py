@@ -21,6 +21,7 @@ from ..ir.stage import Stage, rebind, topo_stages
 from .blocks_graph import Body, Loop, Place, Refused, results
 from .blocks_narrow import narrowed
 from .blocks_rows import Axes, cut, read_rows
+from .compared import compared
 from .member import Inliner, contract_parts
 from .target import Target
 
@@ -59,6 +60,14 @@ def find_loops(
     if large:
         never = hidden()
         large = [s for s in large if s not in never]
+        exact = compared(order, outs, large)
+        found.log += [
+            f"{s.name} {list(s.shape)} is not cut into blocks: it is compared with its "
+            "own maximum"
+            for s in large
+            if s in exact
+        ]
+        large = [s for s in large if s not in exact]
     if not large:
         return found
     parts = narrowed(outs, large)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.stage import Stage
+from .compared import compared
 from .member import Inliner, Member, make_member
 from .online_chain import Chain, Stored, bindings, complete
 from .online_readers import CROWDED, NO_SUM, Points, as_points, group_points
@@ -211,12 +212,17 @@ def _find(
 ) -> Found:
     none = Found(anchors, anchors)
     products = find_products(order, anchors, outs) if target.online else {}
-    products = {x: m for x, m in products.items() if x not in small}
+    exact = compared(order, outs, products)
+    products = {x: m for x, m in products.items() if x not in small | exact}
     soft = soft_maps(order, products)
     # A product of what a product gives is none: it could not be computed again.
     products = {
         x: m for x, m in products.items() if not any(n.data in soft for n in m.loads)
     }
+    for x in exact:
+        none.log.append(
+            f"{x.name} {list(x.shape)} is stored: it is compared with its own maximum"
+        )
     if not products:
         return none
     soft = soft_maps(order, products)

@@ -62,10 +62,11 @@ def _term(s: Stage) -> tuple[Expr, Stage] | None:
         body = inliner.body(m.body, m.space)
         if body is not y and body.kind == "apply" and body.data == "where":
             mask, seen, nothing = body.args
-            if nothing.kind == "const" and nothing.data == -math.inf:
+            lowest = nothing.kind == "const" and nothing.data == -math.inf
+            asked = {c for g in guards for c in conjuncts(g)}
+            if lowest and set(conjuncts(mask)) <= asked:
                 # Outside of the mask nothing is added, whatever y is there.
-                if set(conjuncts(mask)) <= {c for g in guards for c in conjuncts(g)}:
-                    body = seen
+                body = seen
         others = [g for g in (*fs, *guards) if g is not f]
         if body is y and not any(o.data is m for o in E.loads(*others, y)):
             return (f, m) if fs.count(f) == 1 else None

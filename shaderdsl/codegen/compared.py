@@ -1,0 +1,127 @@
+"""Products that are compared with their own maximum: these are not computed again.
+
+``x == max(x)`` holds for the element that gave the maximum only if x has the same bits
+in both places. Another schedule of a product adds in another order, and then no element
+equals the maximum: its gradient, or the position of it, would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from ..ir import expr as E
+from ..ir.expr import Expr
+from ..ir.stage import Stage
+from .member import Inliner
+from .online_runs import maximum_of
+
+_COMPARISONS = ("eq", "ne", "lt", "le")
+
+
+def compared(
+    order: Sequence[Stage], outs: Iterable[Stage], products: Iterable[Stage]
+) -> set[Stage]:
+    """Those of some products that must keep their bits.
+
+    The derivative of a maximum that is only subtracted in exponentials is no reason:
+    it cancels, whichever element gets it.
+    """
+    products, outs = set(products), set(outs)
+    wanted = [s for s in order if s.body is not None and s.monoid in ("max", "min")]
+    if not products or not wanted or not any(map(_compares, order)):
+        return set()
+    inliner = Inliner(set())
+    of: dict[Stage, set[Stage]] = {}  # extremes → products that they are of
+    for m in wanted:
+        assert m.body is not None
+        body = inliner.body(m.body, m.space)
+        mine = {n.data for n in E.loads(body)} & products
+        if mine:
+            of[m] = mine
+    bodies = {
+        s: inliner.body(s.body, s.space)
+        for s in order
+        if s.body is not None and (s.kind == "reduce" or s in outs)
+    }
+    bodies = {s: b for s, b in bodies.items() if any(n.data in of for n in E.loads(b))}
+    counts: set[Stage] = set()
+    shifts: set[Expr] = set()
+    for body in bodies.values():
+        for n in E.values(body):
+            tie = _tie(n, of, inliner)
+            if tie is not None:
+                shifts.add(tie[0])
+                counts |= {x.data for x in E.loads(tie[1])}
+    found: set[Stage] = set()
+    for s, body in bodies.items():
+        for n in E.values(body):
+            if n not in shifts and not (s in counts and body.args[0] is n):
+                found |= set(_pairs(n, of))
+    return found
+
+
+def _compares(s: Stage) -> bool:
+    return s.body is not None and any(map(_is_comparison, E.values(s.body)))
+
+
+def _is_comparison(n: Expr) -> bool:
+    return n.kind == "apply" and n.data in _COMPARISONS and n.args[0].dtype in E.FLOATS
+
+
+def _pairs(n: Expr, of: dict[Stage, set[Stage]]) -> Iterator[Stage]:
+    """Products on one side of a comparison that has an extreme of them on the other."""
+    if not _is_comparison(n):
+        return
+    sides = [{x.data for x in E.loads(a)} for a in n.args]
+    for one, other in (sides, sides[::-1]):
+        for m in one & of.keys():
+            yield from other & of[m]
+
+
+def _tie(
+    n: Expr, of: dict[Stage, set[Stage]], inliner: Inliner
+) -> tuple[Expr, Expr] | None:
+    """``x == m`` and the number of ties in ``d · where(x == m, 1 / ties, 0)``, if d is
+    a sum of what subtracts m in an exponential.
+    """
+    if n.kind != "apply" or n.data not in ("mul", "mulz"):
+        return None
+    for share, d in (n.args, n.args[::-1]):
+        if share.kind != "apply" or share.data != "where":
+            continue
+        equal, value, _ = share.args
+        if not _is_comparison(equal) or value.kind != "apply" or value.data != "div":
+            continue
+        extremes = {x.data for x in E.loads(equal)} & of.keys()
+        if any(_falls(d, m, inliner) for m in extremes):
+            return equal, value.args[1]
+    return None
+
+
+def _falls(e: Expr, m: Stage, inliner: Inliner | None) -> bool:
+    """Whether each term of a sum has a factor exp(y - m); sums that are read count as
+    their terms do.
+    """
+    falls: dict[Expr, bool] = {}
+    for n in E.topo(e, into=lambda n: n.kind != "load"):
+        own = [falls.get(x, False) for x in n.args]
+        found = False
+        if n.kind == "load":
+            s: Stage = n.data
+            total = s.kind == "reduce" and s.monoid == "sum" and s.body is not None
+            if total and inliner is not None:
+                assert s.body is not None
+                found = _falls(inliner.body(s.body, s.space), m, None)
+        elif n.data in ("mul", "mulz"):
+            found = any(own)
+        elif n.data in ("add", "sub"):
+            found = all(own)
+        elif n.data in ("neg", "div"):
+            found = own[0]
+        elif n.data == "where":
+            found = own[1] and n.args[2] is E.const(0.0)
+        elif n.data == "exp" and n.args[0].data == "sub":
+            shift = maximum_of(n.args[0].args[1])
+            found = shift is not None and shift.data is m
+        falls[n] = found
+    return falls[e]
