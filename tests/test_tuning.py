@@ -70,10 +70,17 @@ def attend(q, k, v):
     return sd.sum(p * v, over="s")
 
 
+@sd.op("d, m d, n d -> m, n")
+def products_of_a_normed_row(x, v, w):
+    y = x / sd.sqrt(sd.sum(x * x, over="d"))
+    return sd.sum(y * v, over="d"), sd.sum(y * w, over="d")
+
+
 WORKS = {
     "row": (softmax, [(5, 100)]),
     "short rows": (softmax, [(37, 12)]),
     "long rows": (softmax, [(3, 1500)]),
+    "one row": (products_of_a_normed_row, [(90,), (37, 90), (20, 90)]),
     "column": (column_sum, [(70, 36), (36,)]),
     "contract": (matmul, [(33, 70), (70, 20)]),
     "map": (gated, [(1030,), (1030,)]),

@@ -103,6 +103,13 @@ class Arrangement:
             and list(self._unit.values()).count(g) == 1
         )
 
+    def printed(self, g: Group) -> Group | None:
+        """What is printed for a group, if that is one group, for it alone."""
+        if self._unit[g] is not g or list(self._unit.values()).count(g) != 1:
+            return None
+        instead = self._instead.get(g, [g])
+        return instead[0] if len(instead) == 1 else None
+
     def groups(self) -> list[Group]:
         """What to print, in order of execution."""
         order = self._sorted(self._unit, self._edges)

@@ -17,16 +17,17 @@ from .contract_siblings import sibling_kernels
 from .inplace import write_in_place
 from .joint import join_contractions
 from .map import map_kernels, map_sibling_kernels
+from .one_row import norm_again
 from .online import online_kernels
 from .online_groups import sums_by_group
 from .online_points import points_kernels
 from .online_steps import sums_in_steps
 from .partition import Group, Partition
 from .program import Kernel, Program
-from .row import row_kernels
+from .row import row_kernels, row_sibling_kernels
 from .scan import scan_kernels
 from .scatter import scatter_kernels
-from .siblings import merge_maps, merge_siblings
+from .siblings import merge_maps, merge_rows, merge_siblings
 from .split import split_long
 from .target import Target
 from .templates import kernels_of
@@ -38,6 +39,7 @@ SCHEDULES: dict[str, Callable[[Group, Target], list[Kernel]]] = {
     "contract": contract_kernels,
     "siblings": sibling_kernels,
     "map siblings": map_sibling_kernels,
+    "row siblings": row_sibling_kernels,
     "scatter": scatter_kernels,
     "scan": scan_kernels,
     "online": online_kernels,
@@ -49,7 +51,7 @@ SCHEDULES: dict[str, Callable[[Group, Target], list[Kernel]]] = {
 def in_stages(outs: Sequence[Stage], target: Target) -> list[Stage]:
     """The same outputs, with what one kernel could not do well in several stages."""
     outs = sums_by_group(sums_in_steps(outs, target), target)
-    return split_long(outs, target)
+    return norm_again(split_long(outs, target), target)
 
 
 def lower(
@@ -141,6 +143,7 @@ def arrange(
     write_in_place(arrangement, block)
     join_contractions(arrangement, target)
     merge_siblings(arrangement, target)
+    merge_rows(arrangement, target)
     merge_maps(arrangement, target)
     return arrangement
 

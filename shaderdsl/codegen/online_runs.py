@@ -126,13 +126,15 @@ def _own_axes(s: Stage) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _exponentials(order: Sequence[Stage]) -> set[Stage]:
-    """Reductions that a body with an exponential reads, at once or through maps."""
+    """Reductions that a body with an exponential reads, at once or through maps that
+    are not stored by request.
+    """
     hot: set[Stage] = set()
     for s in reversed(order):
         if s.body is None:
             continue
         own = any(n.kind == "apply" and n.data == "exp" for n in E.values(s.body))
-        if own or (s.kind == "map" and s in hot):
+        if own or (s.kind == "map" and s in hot and s.keep != "store"):
             hot |= {n.data for n in s.loads}
     return hot
 

@@ -62,9 +62,9 @@ class Tree:
         if key not in self.arrays:
             name = f"tree_{dtype}_{slot}"
             self.arrays[key] = name
-            self.w.shared.append(
-                f"var<workgroup> {name}: array<{dtype}, {self.threads}>;"
-            )
+            text = f"var<workgroup> {name}: array<{dtype}, {self.threads}>;"
+            if text not in self.w.shared:  # of another text beside this one
+                self.w.shared.append(text)
         return self.arrays[key]
 
     def reduce(self, values: Sequence[tuple[str, str, str]], depth: int) -> list[str]:

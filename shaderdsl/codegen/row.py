@@ -21,6 +21,7 @@ from .choice import pick
 from .column import column_kernels, finish_kernel
 from .member import Member
 from .partition import Group
+from .parts import FLAT, Parts, together
 from .program import Kernel, Scratch
 from .reduction import Tree, combine, horizontal, identity
 from .row_online import FLIGHT, ONLINE, Online, ahead, find_pairs
@@ -136,10 +137,56 @@ def row_kernels(g: Group, target: Target) -> list[Kernel]:
     """Print a group of row phases, maps and column sums."""
     if all(m.role == "column" for m in g.members):
         return column_kernels(g, target)
-    return _Row(g, target).kernels()
+    return RowText(g, target).kernels()
 
 
-class _Row:
+def row_shape(g: Group, target: Target) -> tuple[int, int, bool, int, Target]:
+    """What a schedule is chosen by: rows, elements (or vec4s) of a row, whether there
+    are column sums, phases, the target.
+    """
+    return RowText(g, target, RowSchedule(1, 1, 0)).shape
+
+
+def row_sibling_kernels(group: Group, target: Target) -> list[Kernel]:
+    """Print a group that stands for several groups of rows of one length."""
+    assert group.stands_for
+    shapes = [row_shape(g, target) for g in group.stands_for]
+    schedule = pick(
+        target,
+        "row",
+        choose(*shapes[0]),
+        lambda: candidates(*shapes[0]),
+        lambda s: all(fits(s, *shape) for shape in shapes),
+    )
+    texts = [RowText(g, target, schedule) for g in group.stands_for]
+    w = Parts([], target)
+    for t in texts:
+        w.plain |= t.w.plain
+        w.parts |= t.w.parts
+    w.parts -= w.plain
+    lines = [f"let every = {FLAT};"]
+    total = 0
+    for number, t in enumerate(texts):
+        w.begin(number, t.g)
+        w.vector, w.addresses = t.vector, t.w.addresses
+        t.w = w
+        text = t.lines(w.first(total))
+        total += t.workgroups
+        lines += w.branch(total, text)
+    lines.append("}")
+    grid = fold(total, target)
+    layout = together([t.layout for t in texts])
+    name = kernel_name(group)
+    return [finish(group, w, layout, lines, name, "row", texts[0].threads, grid)]
+
+
+class RowText:
+    """The text of a workgroup that computes some rows of a group.
+
+    Args:
+        schedule: how, if that is not to be picked for this group alone.
+    """
+
     def __init__(self, g: Group, target: Target, schedule: RowSchedule | None = None):
         self.g, self.target = g, target
         self.bodies = kernel_bodies(g)
@@ -155,14 +202,14 @@ class _Row:
         self.maps = [m for m in g.members if m.role == "map" and m in g.stored]
         self.levels = self._levels()
         self.pairs = find_pairs(self.reductions, self.bodies, self.levels)
-        shape = (
+        self.shape = (
             self.row_count,
             self.n,
             bool(self.columns),
             1 + max(self.levels.values(), default=0),
             target,
         )
-        default = choose(*shape)
+        default = choose(*self.shape)
         if self.pairs and target.family != "software" and self.n > ONLINE:
             width = min(512, target.limits.max_invocations)
             default = replace(default, width=width, rows=1, chunks=0)
@@ -170,8 +217,8 @@ class _Row:
             target,
             "row",
             default,
-            lambda: candidates(*shape),
-            lambda s: fits(s, *shape),
+            lambda: candidates(*self.shape),
+            lambda s: fits(s, *self.shape),
         )
         if self.schedule.chunks:
             self.pairs = {}  # the row is in registers
@@ -208,14 +255,36 @@ class _Row:
     def kernels(self) -> list[Kernel]:
         """The row kernel, and a second stage for each column sum."""
         s, w = self.schedule, self.w
-        threads = s.width * s.rows
+        lines = self.lines("group.x" if s.groups else FLAT)
+        name = kernel_name(self.g)
+        grid = (s.groups, 1, 1) if s.groups else fold(self.workgroups, self.target)
+        out = [finish(self.g, w, self.layout, lines, name, "row", self.threads, grid)]
+        for m in self.columns:
+            out.append(
+                finish_kernel(m, self.partials[m], s.groups * s.rows, self.target)
+            )
+        return out
+
+    @property
+    def threads(self) -> int:
+        """Invocations of a workgroup."""
+        return self.schedule.width * self.schedule.rows
+
+    @property
+    def workgroups(self) -> int:
+        """How many there are, where none walks several rows in turn."""
+        return -(-self.row_count // self.schedule.rows)
+
+    def lines(self, flat: str) -> list[str]:
+        """The text of the workgroup of this number."""
+        s, w = self.schedule, self.w
+        threads = self.threads
         self.position = "lane" if s.rows == 1 else "l"
         if s.rows > 1:
             w.line(f"let l = lane % {s.width}u;")
         # Measured: while sums of columns fill the registers, the tree is faster.
         self.tree = Tree(w, threads, s.width, self.position, not self.columns)
         turns = -(-self.row_count // (s.groups * s.rows)) if s.groups else 1
-        flat = "group.y * groups.x + group.x" if not s.groups else "group.x"
         w.line(
             f"let first = ({flat})"
             + (f" * {s.rows}u + lane / {s.width}u;" if s.rows > 1 else ";")
@@ -262,27 +331,7 @@ class _Row:
         w.blocks[0] = lines
         for m in self.columns:
             self._close_column(m)
-        grid = (
-            (s.groups, 1, 1)
-            if s.groups
-            else fold(-(-self.row_count // s.rows), self.target)
-        )
-        kernel = finish(
-            self.g,
-            w,
-            self.layout,
-            w.blocks[0],
-            kernel_name(self.g),
-            "row",
-            threads,
-            grid,
-        )
-        out = [kernel]
-        for m in self.columns:
-            out.append(
-                finish_kernel(m, self.partials[m], s.groups * s.rows, self.target)
-            )
-        return out
+        return w.blocks[0]
 
     def _phases(self, at: str) -> None:
         w = self.w

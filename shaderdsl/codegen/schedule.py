@@ -275,14 +275,19 @@ def members_of(g: Group) -> tuple[Stage, ...]:
     """The stages of the graph that a group computes, with the maps written into them,
     in order.
     """
-    groups = [g] if g.stands_for is None else g.stands_for
-    return tuple(dict.fromkeys(s for h in groups for s in _with_inlined(h)))
+    return tuple(dict.fromkeys(s for h in _of_graph(g) for s in _with_inlined(h)))
 
 
 def writes_of(g: Group) -> tuple[Stage, ...]:
     """The stages of the graph that a group stores."""
-    groups = [g] if g.stands_for is None else g.stands_for
-    return tuple(m.stage for h in groups for m in h.stored)
+    return tuple(m.stage for h in _of_graph(g) for m in h.stored)
+
+
+def _of_graph(g: Group) -> list[Group]:
+    """The groups of the graph that a group computes."""
+    if g.stands_for is None:
+        return [g]
+    return [x for h in g.stands_for for x in _of_graph(h)]
 
 
 def _with_inlined(g: Group) -> tuple[Stage, ...]:

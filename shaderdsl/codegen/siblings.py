@@ -1,10 +1,12 @@
 """Kernels that share an operand become one, side by side, to fill a device better.
 
-They are q, k and v and their gradients, and the turning of q and k.
+They are q, k and v and their gradients, the turning of q and k, and all of these for
+a single token, with what goes into a cache.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
@@ -14,10 +16,19 @@ from .arrangement import Arrangement
 from .contract_plan import analyse
 from .contract_shapes import choose_shape, workgroups
 from .partition import Group
+from .row import row_shape
+from .schedule import kernel_bodies
 from .target import Target
 
 # Parts of one kernel: each adds to the time that a driver takes to compile it.
 _MOST = 4
+
+# What several groups of a kind become, and why.
+_KINDS = {
+    "contract": ("siblings", "contractions that share an operand"),
+    "map": ("map siblings", "maps of one array"),
+    "row": ("row siblings", "products of one row"),
+}
 
 # Workgroups beyond which a contraction fills a device by itself.
 _ENOUGH = 512
@@ -46,16 +57,40 @@ def merge_siblings(a: Arrangement, target: Target) -> None:
 def merge_maps(a: Arrangement, target: Target) -> None:
     """Make one kernel of maps of different sizes that read the same array.
 
-    They are the turning of q and of k, which read the same tables.
+    They are the turning of q and of k, which read the same tables, and slices that
+    are written into arrays at the same place.
     """
     if target.family == "software":  # as above
         return
     found: dict[Group, list[Stage]] = {}
     for g in a.partition.groups:
-        if g.kind == "map" and a.untouched(g) and not g.targets and g.space:
-            arrays = [n.data for m in g.members for n in m.loads if n.free]
-            if arrays:
-                found[g] = arrays
+        p = a.printed(g)
+        if p is None or p.kind != "map" or not p.space or (p is g and g.targets):
+            continue
+        arrays = [n.data for n in _loads(p) if n.free or p is not g]
+        if arrays:
+            found[g] = arrays
+    for groups in _connected(found):
+        _merge(groups, a, target)
+
+
+def merge_rows(a: Arrangement, target: Target) -> None:
+    """Make one kernel of products of one row that they all read."""
+    if target.family == "software":  # as above
+        return
+    found: dict[Group, list[Hashable]] = {}
+    for g in a.partition.groups:
+        if g.kind != "row" or not a.untouched(g) or g.targets:
+            continue
+        if math.prod(g.rows) == 1 or any(m.role == "column" for m in g.members):
+            continue
+        lanes = sum(1 << q for q in range(len(g.rows), len(g.space)))
+        bodies = kernel_bodies(g)
+        loads = E.loads(*(bodies[m] for m in g.members if m.role == "row"))
+        shape = row_shape(g, target)[1:]
+        keys = [(n.data, shape) for n in loads if n.free and not n.free & ~lanes]
+        if keys:
+            found[g] = [*keys]
     for groups in _sets(found):
         _merge(groups, a, target)
 
@@ -69,26 +104,52 @@ def _sets(found: Mapping[Group, Sequence[Hashable]]) -> list[list[Group]]:
     return list(sets.values())
 
 
+def _connected(found: Mapping[Group, Sequence[Hashable]]) -> list[list[Group]]:
+    """Groups that hang together by keys that two of them have, in their order."""
+    sets: list[tuple[set[Hashable], list[Group]]] = []
+    for g, own in found.items():
+        keys, groups, rest = set(own), [g], []
+        for other in sets:
+            if keys.isdisjoint(other[0]):
+                rest.append(other)
+            else:
+                groups = [*other[1], *groups]
+                keys |= other[0]
+        sets = [*rest, (keys, groups)]
+    order = {g: i for i, g in enumerate(found)}
+    return [sorted(groups, key=order.__getitem__) for _, groups in sets]
+
+
 def _merge(groups: list[Group], a: Arrangement, target: Target) -> None:
+    printed = {g: a.printed(g) or g for g in groups}
     chosen: list[Group] = []
     for g in groups:
         together = [*chosen, g]
         limit = target.limits.max_storage_buffers
-        fits = len(together) <= _MOST and _bindings(together) <= limit
-        apart = not _touch(together, a) and not any(a.disturbs(h, g) for h in chosen)
+        texts = [printed[h] for h in together]
+        fits = len(together) <= _MOST and _bindings(texts) <= limit
+        apart = not _touch(together, a) and not any(
+            a.disturbs(p, printed[g]) for p in texts[:-1]
+        )
         if fits and apart and (not chosen or a.allow((), together)):
             chosen = together
             continue
-        _replace(chosen, a)
+        _replace(chosen, printed, a)
         chosen = [g]
-    _replace(chosen, a)
+    _replace(chosen, printed, a)
 
 
 def _bindings(groups: list[Group]) -> int:
     """Arrays that one kernel would bind; sums in pieces take no more."""
     inside = {m.stage for g in groups for m in g.members}
-    loaded = {n.data for g in groups for m in g.members for n in m.loads} - inside
+    loaded = {n.data for g in groups for n in _loads(g)} - inside
     return len(loaded) + sum(max(len(g.stored), 1) for g in groups)
+
+
+def _loads(g: Group) -> list[E.Expr]:
+    """What a group reads, to know where it stores included."""
+    places = (i for _, indices in g.targets.values() for i in indices)
+    return [*(n for m in g.members for n in m.loads), *E.loads(*places)]
 
 
 def _touch(groups: list[Group], a: Arrangement) -> bool:
@@ -99,19 +160,21 @@ def _touch(groups: list[Group], a: Arrangement) -> bool:
     )
 
 
-def _replace(groups: list[Group], a: Arrangement) -> None:
+def _replace(
+    groups: list[Group], printed: Mapping[Group, Group], a: Arrangement
+) -> None:
     if len(groups) < 2:
         return
-    contract = groups[0].kind == "contract"
-    one = Group("siblings" if contract else "map siblings", (), ())
-    for g in groups:
+    texts = [printed[g] for g in groups]
+    kind = groups[0].kind
+    one = Group(_KINDS[kind][0], (), ())
+    for g in texts:
         one.members += g.members
         one.axes.update(g.axes)
         one.stored += g.stored
         one.targets.update(g.targets)
         one.why += g.why
     one.anchors = groups[0].anchors
-    one.stands_for = groups
-    what = "contractions that share an operand" if contract else "maps of one array"
-    one.why.append(f"{len(groups)} {what}")
+    one.stands_for = texts
+    one.why.append(f"{len(groups)} {_KINDS[kind][1]}")
     a.replace(groups[0], [one])
