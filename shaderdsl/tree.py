@@ -98,8 +98,9 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
     return leaves, _flatten(tree, leaves)
 
 
-def _flatten(x: Any, leaves: list[Any]) -> Structure:
+def _flatten(x: Any, leaves: list[Any], outer: bool = True) -> Structure:
     kind = type(x)
+    inner = outer and kind not in _frozen
     if x is None:
         return _NONE
     if kind in _registry:
@@ -107,8 +108,8 @@ def _flatten(x: Any, leaves: list[Any]) -> Structure:
             kept = x.__dict__.get(_KEPT)
             if kept is not None:
                 leaves += kept[0]
-                structure: Structure = kept[1]
-                return structure
+                known: Structure = kept[1]
+                return known
         children, key = _registry[kind][0](x)
     elif kind in (tuple, list) or (isinstance(x, tuple) and hasattr(x, "_fields")):
         children, key = list(x), None
@@ -119,8 +120,11 @@ def _flatten(x: Any, leaves: list[Any]) -> Structure:
         leaves.append(x)
         return _LEAF
     before = len(leaves)
-    parts = tuple(_flatten(c, leaves) for c in children)
-    return Structure(kind, key, parts, len(leaves) - before)
+    parts = tuple(_flatten(c, leaves, inner) for c in children)
+    structure = Structure(kind, key, parts, len(leaves) - before)
+    if outer and not inner and structure.frozen:
+        _keep(x, leaves[before:], structure)
+    return structure
 
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:

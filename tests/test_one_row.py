@@ -112,6 +112,15 @@ def test_a_normed_row_is_normed_by_its_products(gpu, norm, sizes):
     assert len(check(gpu, f, x + 0.7, *others).kernels) == 1
 
 
+def test_maps_beside_each_other_bind_an_array_in_one_way(gpu):
+    """Vec4s of an array in one map, single elements of it in another."""
+
+    def f(x, y, z):
+        return x * y, sd.exp(x[1:3] * z), x[2] + z
+
+    assert len(check(gpu, f, *arrays((16,), (16,), (2,))).kernels) <= 2
+
+
 def test_a_normed_row_that_others_read_is_stored(gpu):
     def f(x, g, w):
         y = ops.rms_norm(x, g)

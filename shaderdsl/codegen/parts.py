@@ -50,6 +50,13 @@ class Parts(Writer):
         # Axes are numbered anew in each part.
         return super().param((self.part, *key), value, dtype, stem)
 
+    def bind_as(self, own: Sequence[Writer]) -> None:
+        """Bind each array in a way that suits the writers of all parts."""
+        for one in own:
+            self.plain |= one.plain
+            self.parts |= one.parts
+        self.parts -= self.plain
+
     def begin(self, part: int, group: Group) -> None:
         """Forget one part's values."""
         self.part, self.space = part, list(group.space)
@@ -89,8 +96,7 @@ def side_by_side(
     """A kernel of several texts, for a group that stands for theirs."""
     w = Parts([], target)
     own = [p.writer() for p in parts]
-    for one in own:
-        w.plain |= one.plain
+    w.bind_as(own)
     lines = [f"let every = {FLAT};"]
     total = 0
     for number, (p, one) in enumerate(zip(parts, own, strict=True)):

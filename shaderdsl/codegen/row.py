@@ -160,10 +160,7 @@ def row_sibling_kernels(group: Group, target: Target) -> list[Kernel]:
     )
     texts = [RowText(g, target, schedule) for g in group.stands_for]
     w = Parts([], target)
-    for t in texts:
-        w.plain |= t.w.plain
-        w.parts |= t.w.parts
-    w.parts -= w.plain
+    w.bind_as([t.w for t in texts])
     lines = [f"let every = {FLAT};"]
     total = 0
     for number, t in enumerate(texts):
