@@ -205,6 +205,13 @@ def test_a_module_is_taken_apart_once_and_put_together_alike():
     made = Pair(one, (two, None), scale=3.0)
     state = {"m": made, "k": [three]}
     leaves, structure = tree.flatten(state)
+    assert tree.flatten(state) == (leaves, structure)  # remembered
+    assert tree.flatten(made)[0] == leaves[:2]
+    # What holds a list may change; its parts that cannot are remembered all the same.
+    loose = Pair(one, (made, [two]))
+    assert tree.flatten(loose)[0] == [one, one, two, two]
+    loose.b[1].append(three)
+    assert tree.flatten(loose)[0] == [one, one, two, two, three]
     for build in (lambda x: tree.unflatten(structure, x), tree.builder(structure)):
         again = build(list(leaves))
         assert type(again["m"]) is Pair and again["m"].scale == 3.0
