@@ -145,10 +145,10 @@ class WgpuExecutable(Executable):
             state = [(b.allocation.shared, b.allocation.parts) for b in inputs]
             key = tuple([b.key for b in inputs])
             encoded = self._encode(self._bind(plan, memory))
-            seconds = self._run(encoded, words, copies)
+            # Noted while the temporaries are held: they count.
+            self._note(self._run(encoded, words, copies))
         finally:
             pool.give_back(self._owner, bundle)
-        self._note(seconds)
         results = self._results(plan, inputs, memory, donated)
         parts = self._note_parts(plan, results, memory, len(inputs), donated)
         if not copies:
