@@ -38,8 +38,10 @@ class Block:
     donated: frozenset[int]
 
 
-def inside(target: Target) -> Target:
+def inside(target: Target, loop: Loop) -> Target:
     """The target of what is within a block."""
+    if loop.scores:  # cut so that they fit
+        return replace(target, block_from=0, scores=target.limits.max_binding_bytes)
     return replace(target, online=False, block_from=0)
 
 
@@ -59,7 +61,7 @@ def blocks_of(loop: Loop) -> dict[int, Block]:
 
 def block_kernels(loop: Loop, target: Target, plan: Planner) -> list[Kernel]:
     """All kernels of a loop, in order."""
-    target = inside(target)
+    target = inside(target, loop)
     kernels = _identities(loop, target, plan)
     outside = dict(zip(loop.externals, loop.now, strict=True))
     planned = {}
@@ -71,9 +73,10 @@ def block_kernels(loop: Loop, target: Target, plan: Planner) -> list[Kernel]:
                 0,
             ):
                 raise CompilerError(f"the sum {s.name} is not added up in place")
-        planned[rows] = block.body, program
+        made = dict(zip(block.outs, program.outputs, strict=True))
+        planned[rows] = block.body, program, made
     for number, (first, rows) in enumerate(loop.blocks):
-        body, program = planned[rows]
+        body, program, made = planned[rows]
         windows: dict[Stage, tuple[Stage, int]] = {}
         for new, (whole, part) in body.inputs.items():
             start = first * (whole.size // loop.count) if part else 0
@@ -83,7 +86,7 @@ def block_kernels(loop: Loop, target: Target, plan: Planner) -> list[Kernel]:
             if summed:
                 windows[body.sums[s]] = given, 0
             start = 0 if summed else first * (s.size // loop.count)
-            windows[body.stages[s]] = given, start
+            windows[made[body.stages[s]]] = given, start
         for t, (home, at) in program.places.items():  # rows that overwrite others
             if t not in windows:
                 whole, start = windows.get(home, (home, 0))
@@ -91,7 +94,8 @@ def block_kernels(loop: Loop, target: Target, plan: Planner) -> list[Kernel]:
         for k in program.kernels:
             seen = {*(b.tensor for b in k.bindings), *k.members, *k.writes}
             seen |= {n.data for s in k.members for n in s.loads}
-            why = f"block {number + 1} of {len(loop.blocks)}, {rows} rows"
+            what = ("group", "heads") if loop.scores else ("block", "rows")
+            why = f"{what[0]} {number + 1} of {len(loop.blocks)}, {rows} {what[1]}"
             kernels.append(
                 replace(
                     k,

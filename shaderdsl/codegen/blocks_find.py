@@ -20,7 +20,7 @@ from ..ir.expr import Expr
 from ..ir.stage import Stage, rebind, topo_stages
 from .blocks_graph import Body, Loop, Place, Refused, results
 from .blocks_narrow import narrowed
-from .blocks_rows import Axes, cut, read_rows
+from .blocks_rows import Axes, cut, joined, read_rows, steps_of
 from .compared import compared
 from .member import Inliner, contract_parts
 from .target import Target
@@ -98,7 +98,7 @@ def find_loops(
         if not best:
             found.log.append(f"{x.name} {list(x.shape)} is not cut into blocks: {why}")
     if found.loops:
-        _surround(found)
+        surround(found)
     return found
 
 
@@ -281,10 +281,7 @@ class _Search:
         budget = max(self.x.nbytes // SHARE, self.target.block_from // LEAST)
         rows = max(1, min(budget, limits.max_binding_bytes) // max(widest, 1))
         # Blocks are bound as parts of whole arrays, which must begin where they may.
-        steps = 1
-        align = limits.storage_alignment
-        for n in row_bytes.values():
-            steps = math.lcm(steps, align // math.gcd(align, n))
+        steps = steps_of(row_bytes.values(), limits.storage_alignment)
         blocks = cut(self.count, rows, steps)
         if len(blocks) < 2:
             raise Refused("its rows cannot be cut where arrays may be bound")
@@ -296,8 +293,11 @@ class _Search:
 # ------------------------------------------------------------------ the graph around
 
 
-def _surround(found: Found) -> None:
-    """Put given stages in the place of results; raises nothing."""
+def surround(found: Found) -> None:
+    """Put given stages in the place of results; raises nothing.
+
+    A result of heads that is only read under another shape is given under that.
+    """
     inside: dict[Stage, Loop] = {}
     wanted: set[Stage] = set()
     for loop in found.loops:
@@ -319,7 +319,16 @@ def _surround(found: Found) -> None:
             continue
         stack += [n.data for n in s.loads]
     found.loops = [loop for loop in found.loops if loop.given]
-    stand_ins = {s: g for loop in found.loops for s, g in loop.given.items()}
+    stand_ins = {}
+    for loop in found.loops:
+        shown = _shown(loop, seen) if loop.scores else {}
+        for s, g in loop.given.items():
+            v = shown.get(s, s)
+            if v is not s:
+                g = Stage("given", v.ext, (), None, None, v.groups, v.dtype, v.name)
+                g.loc = v.loc
+                loop.given[s] = g
+            stand_ins[v] = g
     externals = [s for loop in found.loops for s in loop.externals]
     new = rebind([*found.outs, *externals], stand_ins)
     found.outs = new[: len(found.outs)]
@@ -328,3 +337,21 @@ def _surround(found: Found) -> None:
         loads = [E.load(place[s], [E.const(0)] * len(s.shape)) for s in loop.externals]
         for g in loop.given.values():
             g.loads = loads
+
+
+def _shown(loop: Loop, seen: set[Stage]) -> dict[Stage, Stage]:
+    """Results that are read by one map alone, which is nothing but another shape."""
+    shown = {}
+    for s in loop.given:
+        readers = [t for t in seen if any(n.data is s for n in t.loads)]
+        if s in loop.externals or len(readers) != 1:
+            continue
+        v = readers[0]
+        n = v.body
+        if v.kind != "map" or n is None or n.kind != "load" or v.dtype != s.dtype:
+            continue
+        at = [E.index(a) if k > 1 else E.const(0) for a, k in enumerate(v.ext)]
+        own = joined(at, v.ext)
+        if v.size == s.size and joined(n.args, s.shape) is own:
+            shown[s] = v
+    return shown

@@ -10,9 +10,20 @@ from dataclasses import dataclass, field
 
 from ..ir import expr as E
 from ..ir.expr import Expr
-from ..ir.stage import MONOIDS, Stage, input_stage, make_reduce, map_stage, reduce_stage
-from .blocks_rows import Axes, leading, loaded_rows, own_indices
+from ..ir.stage import (
+    MONOIDS,
+    Stage,
+    inline_load,
+    input_stage,
+    make_reduce,
+    map_stage,
+    reduce_stage,
+)
+from .blocks_rows import Axes, leading, loaded_rows, own_indices, several_each
 from .member import contract_parts
+
+#: Words between places where arrays may be bound in parts, whatever the device.
+ALIGNED = 64
 
 
 class Refused(Exception):
@@ -38,6 +49,9 @@ class Loop:
         blocks: first row and number of rows of each.
         given: for each result the stage of the graph outside that stands for it.
         externals: what the stages inside read from outside.
+        scores: rows are heads, and attention's scores what is large.
+        stored: the stages outside that are stored at any rate, where that is known;
+            other maps are computed inside.
     """
 
     count: int
@@ -48,6 +62,8 @@ class Loop:
         default_factory=dict
     )  # result → who stands for it
     externals: list[Stage] = field(default_factory=list)
+    scores: bool = False
+    stored: frozenset[Stage] | None = None
 
     @property
     def now(self) -> list[Stage]:
@@ -92,7 +108,7 @@ class Body:
         self.products: dict[Stage, Axes] = {}
         self.row_bytes: dict[Stage, int] = {}
         self._made: dict[tuple[Stage, Axes], Stage] = {}
-        self._inputs: dict[tuple[Stage, int], Stage] = {}
+        self._inputs: dict[tuple[Stage, int, int], Stage] = {}
         self._least = min(s.size for s in loop.large)
         self.stages = {s: self._inside(s) for s in results(loop)}
 
@@ -176,8 +192,14 @@ class Body:
     def _position(self, s: Stage, axes: Axes, axis: int, r: Expr) -> Expr:
         """The row's digit along one axis, from an array of them."""
         extents = [s.space[a] for a in axes]
-        numbers = map_stage(extents, E.index(axes.index(axis)), "position")
-        return E.load(self._input(numbers, len(extents)), [r])
+        pad = self._padding(1)
+        numbers = map_stage([*extents, *pad], E.index(axes.index(axis)), "position")
+        at = [r, *(E.const(0) for _ in pad)]
+        return E.load(self._input(numbers, len(extents)), at)
+
+    def _padding(self, size: int) -> list[int]:
+        """An axis that puts so few words of each row where a group may begin."""
+        return [ALIGNED] if self.loop.scores and size < ALIGNED else []
 
     def _load(
         self,
@@ -193,6 +215,10 @@ class Body:
         place = self.loop.places.get(y)
         if place is None or place.summed:
             own = loaded_rows(n, axes, s.space, count) if axes else ()
+            stored = self.loop.stored
+            outside = stored is None or y in stored
+            if own is None and y.kind == "map" and not outside:
+                return rewrite(inline_load(n, n.args, s.space))
             if y.kind == "map" and self._pulled(y, own):
                 place = Place(own or ())
             elif own and _is_product(y):
@@ -206,11 +232,21 @@ class Body:
             new = E.load(self._stage(y, place), [r, *args] if place.axes else args)
         else:
             rows = leading(n, axes, s.space, count) if axes else 0
-            gathered = self._gathered(n, s, axes) if axes and not rows else None
+            several = None
+            if axes and not rows and self.loop.scores:
+                several = several_each(n, axes, s.space, count)
+            gathered = None
+            if axes and not rows and several is None:
+                gathered = self._gathered(n, s, axes)
             if gathered is not None:
                 n, y, rows = gathered, gathered.data, len(axes)
-            args = [rewrite(i) for i in n.args[rows:]]
-            new = E.load(self._input(y, rows), [r, *args] if rows else args)
+            if several is not None:
+                dims, each, within = several
+                args = [rewrite(i) for i in (within, *n.args[dims:])]
+                new = E.load(self._input(y, dims, each), [r, *args])
+            else:
+                args = [rewrite(i) for i in n.args[rows:]]
+                new = E.load(self._input(y, rows), [r, *args] if rows else args)
         new.loc, new.label = new.loc or n.loc, new.label or n.label
         return new
 
@@ -226,8 +262,9 @@ class Body:
         if 2 * math.prod(ext) > self._least:
             return None
         own = {a: E.index(k) for k, a in enumerate(order)}
-        rows = map_stage(ext, E.substitute(n, own), f"{n.data.name}_rows")
-        return E.load(rows, [E.index(a) for a in order])
+        pad = self._padding(math.prod(ext[len(axes) :]))
+        rows = map_stage([*ext, *pad], E.substitute(n, own), f"{n.data.name}_rows")
+        return E.load(rows, [*(E.index(a) for a in order), *(E.const(0) for _ in pad)])
 
     def _pulled(self, y: Stage, own: Axes | None) -> bool:
         """Whether a map outside is computed in here: views, what is large, and what is
@@ -235,6 +272,8 @@ class Body:
         """
         if own is None:
             return False
+        if self.loop.stored is not None:
+            return y not in self.loop.stored
         view = y.body is not None and y.body.kind == "load"
         return (
             view
@@ -242,12 +281,14 @@ class Body:
             or (bool(own) and 8 * y.size >= self._least)
         )
 
-    def _input(self, outside: Stage, rows: int) -> Stage:
-        """What stands for an array outside, or for a block's part of it."""
-        key = (outside, rows)
+    def _input(self, outside: Stage, rows: int, each: int = 0) -> Stage:
+        """What stands for an array outside, or for a block's part of it. ``rows``
+        dimensions count rows, or so many things in ``each`` row.
+        """
+        key = (outside, rows, each)
         if key not in self._inputs:
             shape = list(outside.shape)
-            shape[:rows] = [self.rows] if rows else []
+            shape[:rows] = ([self.rows, each] if each else [self.rows]) if rows else []
             new = input_stage(shape, outside.dtype, outside.name)
             self._inputs[key] = new
             self.inputs[new] = (outside, rows > 0)

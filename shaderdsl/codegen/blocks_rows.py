@@ -7,7 +7,7 @@ Within a block these axes are one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..ir import expr as E
 from ..ir.expr import Expr
@@ -97,6 +97,32 @@ def leading(n: Expr, axes: Axes, space: Sequence[int], count: int) -> int:
             plain = [i for i in rest if not E.loads(i)]
             return 0 if any(i.free & mask for i in plain) else p
     return 0
+
+
+def several_each(
+    n: Expr, axes: Axes, space: Sequence[int], count: int
+) -> tuple[int, int, Expr] | None:
+    """Where each row is several positions of an array's first dimensions, such as the
+    query heads of a key's head: how many dimensions, how many positions a row, and
+    which of them a load reads.
+    """
+    mask = sum(1 << a for a in axes)
+    shape = n.data.shape
+    for p in range(1, len(shape) + 1):
+        each, left = divmod(math.prod(shape[:p]), count)
+        if left or each < 2 or E.loads(*n.args[:p]):
+            continue
+        e = joined(n.args[:p], shape[:p])
+        row, within = split(e, [count, each], space)
+        plain = [within, *(i for i in n.args[p:] if not E.loads(i))]
+        if row_axes(row, space, count) == axes:
+            return None if any(i.free & mask for i in plain) else (p, each, within)
+    return None
+
+
+def steps_of(row_bytes: Iterable[int], alignment: int) -> int:
+    """How many rows lie between places where all arrays may be bound."""
+    return math.lcm(1, *(alignment // math.gcd(alignment, n) for n in row_bytes))
 
 
 def cut(count: int, rows: int, steps: int) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ from .arrangement import Arrangement
 from .blocks import block_kernels, blocks_of, inside
 from .blocks_find import Found, find_loops
 from .blocks_graph import Loop
+from .blocks_heads import add_head_loops
 from .contract import contract_kernels
 from .contract_siblings import sibling_kernels
 from .inplace import write_in_place
@@ -78,7 +79,9 @@ def _loops(outs: Sequence[Stage], target: Target) -> Found:
         whole = Partition(in_stages(outs, target), target)
         return frozenset(whole.online.virtual)
 
-    return find_loops(outs, target, online)
+    found = find_loops(outs, target, online)
+    add_head_loops(found, target)
+    return found
 
 
 def _block(
@@ -163,7 +166,7 @@ def trials(
     while groups:
         g = groups.pop(0)
         if g.loop is not None:
-            small = inside(target)
+            small = inside(target, g.loop)
             for b in blocks_of(g.loop).values():
                 stages = in_stages(b.outs, small)
                 inner = arrange(stages, small, b.inputs, b.donated, block=True)

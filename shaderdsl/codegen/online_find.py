@@ -26,7 +26,7 @@ from .online_runs import (
     soft_maps,
     split_run,
 )
-from .online_scores import store_scores
+from .online_scores import Scores, scores_budget, store_scores
 from .target import Target
 
 
@@ -51,7 +51,7 @@ class Found:
         inner: the same as the chains' bodies see them.
         points: sums that compute products at places of their own.
         crowded: how many would bind too many arrays.
-        scores: maps of products that a chain stores, and outside of what they are 0.
+        scores: maps of products that a chain stores.
         log: what was not taken, and why.
     """
 
@@ -63,7 +63,7 @@ class Found:
     log: list[str] = field(default_factory=list)
     points: list[Points] = field(default_factory=list)
     crowded: int = 0
-    scores: dict[Stage, list[Expr]] = field(default_factory=dict)
+    scores: dict[Stage, Scores] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         kernels: list[Chain | Points] = [*self.chains, *self.points]
@@ -277,7 +277,7 @@ def _find(
                 none.log.append(f"{x.name} {list(x.shape)} is stored: {wrong} need it")
         return none
     scores, freed = store_scores(
-        chains, order, soft, inner, products, outs, target, _budget(order, target)
+        chains, order, soft, inner, products, outs, target, scores_budget(order, target)
     )
     runs = [r for r in runs if r.stage not in freed]
     readers = {x: [s for s in all_ if s not in freed] for x, all_ in readers.items()}
@@ -309,16 +309,6 @@ def _find(
         log.append(f"{s.name} {list(s.shape)} is stored: two kernels need it")
     kept = {x: products[x] for x in used}
     return Found(final, inner, chains, kept, virtual, log, points, none.crowded, scores)
-
-
-def _budget(order: Sequence[Stage], target: Target) -> int:
-    """Bytes of scores that may be stored: a quarter of the graph, or as set."""
-    if target.scores is not None:
-        return target.scores
-    made = set(order)
-    inputs = {n.data for s in order for n in s.loads} - made
-    read = {n.data for s in order for n in s.loads}
-    return sum(s.nbytes for s in inputs | (made - read)) // 4
 
 
 def _never_stored(

@@ -10,6 +10,7 @@ read: a reader asks the same conditions again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..ir import expr as E
@@ -22,6 +23,20 @@ from .writer import WIDTH
 
 if TYPE_CHECKING:
     from .online_chain import Chain
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A stored map of scores.
+
+    Args:
+        conditions: outside of them it is 0, and not written.
+        sums: of both kernels: the one that stores it and the one that reads it.
+    """
+
+    conditions: list[Expr]
+    sums: tuple[Stage, ...]
+
 
 #: What the schedule of streams takes, whatever the limits of a device.
 _ROWS, _DEPTH, _WIDEST = 64, 16, 128
@@ -36,14 +51,13 @@ def store_scores(
     outs: set[Stage],
     target: Target,
     budget: int,
-) -> tuple[dict[Stage, list[Expr]], set[Stage]]:
+) -> tuple[dict[Stage, Scores], set[Stage]]:
     """Let chains store maps that other chains would compute again.
 
     Returns:
-        the maps, with the conditions outside of which they are 0 (and not written);
-        and the sums that are no runs any more, whose chains are gone.
+        the maps, and the sums that are no runs any more, whose chains are gone.
     """
-    stored: dict[Stage, list[Expr]] = {}
+    stored: dict[Stage, Scores] = {}
     freed: set[Stage] = set()
     if target.family != "gpu" or len(chains) < 2:
         return stored, freed
@@ -65,13 +79,24 @@ def store_scores(
             if _reads_nothing_else(other, s, inner, products) and _takes(
                 host, run, products, target
             ):
+                sums = tuple(r.stage for c in (host, other) for r in c.runs)
                 host.runs.append(run)
                 chains.remove(other)
                 freed |= {r.stage for r in other.runs}
-                stored[s] = _conditions(run.member)
+                stored[s] = Scores(_conditions(run.member), sums)
                 most -= s.nbytes
                 break
     return stored, freed
+
+
+def scores_budget(order: Sequence[Stage], target: Target) -> int:
+    """Bytes of scores that may be stored: a quarter of the graph, or as set."""
+    if target.scores is not None:
+        return target.scores
+    made = set(order)
+    inputs = {n.data for s in order for n in s.loads} - made
+    read = {n.data for s in order for n in s.loads}
+    return sum(s.nbytes for s in inputs | (made - read)) // 4
 
 
 def _as_map(s: Stage, inner: set[Stage], products: dict[Stage, Member]) -> Run | None:
@@ -129,7 +154,7 @@ def _conditions(m: Member) -> list[Expr]:
     return [c for c in zero_guards(m.body) if c.data in ("lt", "le", "eq")]
 
 
-def guarded(body: Expr, stored: dict[Stage, list[Expr]]) -> Expr:
+def guarded(body: Expr, stored: dict[Stage, Scores]) -> Expr:
     """A body that does not look at what was never written."""
     if not any(n.data in stored for n in E.loads(body)):
         return body
@@ -138,7 +163,9 @@ def guarded(body: Expr, stored: dict[Stage, list[Expr]]) -> Expr:
         n = E.rebuild(n, args) if n.args else n
         if n.kind == "load" and n.data in stored:
             place = {g[0]: i for g, i in zip(n.data.groups, n.args, strict=True)}
-            return E.guard([E.substitute(c, place) for c in stored[n.data]], n)
+            return E.guard(
+                [E.substitute(c, place) for c in stored[n.data].conditions], n
+            )
         return n
 
     return E.rewrite(body, leaf)
