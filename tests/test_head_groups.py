@@ -81,6 +81,20 @@ def test_masks_and_hooks_in_groups(budget, options):
     check(f, *args)
 
 
+def test_batches_in_groups_where_heads_come_later(budget):
+    """Of arrays as (batch, position, head, channel) only a batch is one part."""
+    budget(4 * ONE)
+
+    def f(q, k, v):
+        turned = [sd.permute_dims(x, (0, 2, 1, 3)) for x in (q, k, v)]
+        return sd.permute_dims(ops.attention(*turned), (0, 2, 1, 3))
+
+    args = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in heads(4, 2, N, N, D, 2)]
+    low = sd.lower(f, *args, backward=True)
+    assert turns(low) and "is stored for 1 of 2 parts" in low.explain()
+    check(f, *args)
+
+
 def test_gradients_of_slopes_in_groups(budget):
     budget(4 * ONE)
     slopes = make(4, seed=5)

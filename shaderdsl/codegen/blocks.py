@@ -94,7 +94,7 @@ def block_kernels(loop: Loop, target: Target, plan: Planner) -> list[Kernel]:
         for k in program.kernels:
             seen = {*(b.tensor for b in k.bindings), *k.members, *k.writes}
             seen |= {n.data for s in k.members for n in s.loads}
-            what = ("group", "heads") if loop.scores else ("block", "rows")
+            what = ("group", "parts") if loop.scores else ("block", "rows")
             why = f"{what[0]} {number + 1} of {len(loop.blocks)}, {rows} {what[1]}"
             kernels.append(
                 replace(

@@ -319,9 +319,11 @@ def surround(found: Found) -> None:
             continue
         stack += [n.data for n in s.loads]
     found.loops = [loop for loop in found.loops if loop.given]
+    externals = [s for loop in found.loops for s in loop.externals]
     stand_ins = {}
     for loop in found.loops:
-        shown = _shown(loop, seen) if loop.scores else {}
+        read = {*externals, *found.outs}
+        shown = _shown(loop, seen, read) if loop.scores else {}
         for s, g in loop.given.items():
             v = shown.get(s, s)
             if v is not s:
@@ -329,7 +331,6 @@ def surround(found: Found) -> None:
                 g.loc = v.loc
                 loop.given[s] = g
             stand_ins[v] = g
-    externals = [s for loop in found.loops for s in loop.externals]
     new = rebind([*found.outs, *externals], stand_ins)
     found.outs = new[: len(found.outs)]
     place = dict(zip(externals, new[len(found.outs) :], strict=True))
@@ -339,12 +340,14 @@ def surround(found: Found) -> None:
             g.loads = loads
 
 
-def _shown(loop: Loop, seen: set[Stage]) -> dict[Stage, Stage]:
-    """Results that are read by one map alone, which is nothing but another shape."""
+def _shown(loop: Loop, seen: set[Stage], read: set[Stage]) -> dict[Stage, Stage]:
+    """Results that are read by one map alone, which is nothing but another shape, and
+    are not among what else is read.
+    """
     shown = {}
     for s in loop.given:
         readers = [t for t in seen if any(n.data is s for n in t.loads)]
-        if s in loop.externals or len(readers) != 1:
+        if s in read or len(readers) != 1:
             continue
         v = readers[0]
         n = v.body

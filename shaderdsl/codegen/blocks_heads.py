@@ -55,10 +55,13 @@ def add_head_loops(found: Found, target: Target) -> None:
             mine.loops.append(loop)
             heads = max(n for _, n in loop.blocks)
             mine.log.append(
-                f"{s.name} {list(s.shape)} is stored for {heads} of {loop.count} heads "
-                f"of keys at a time, {heads * s.nbytes // loop.count:,} bytes in "
-                f"{len(loop.blocks)} groups: two kernels need it"
+                f"{s.name} {list(s.shape)} is stored for {heads} of {loop.count} parts "
+                f"(heads of keys or batches) at a time, "
+                f"{heads * s.nbytes // loop.count:,} bytes in {len(loop.blocks)} "
+                f"groups: two kernels need it"
             )
+    if _circular(mine.loops, order):
+        mine.loops, mine.log = [], ["groups of heads would need each other's results"]
     if mine.loops:
         surround(mine)
     found.outs = mine.outs
@@ -91,6 +94,27 @@ def _wide(order: Sequence[Stage], outs: set[Stage]) -> list[Stage]:
     return [s for s, n in users.items() if n > 1 and s.dtype == "f32"]
 
 
+def _circular(loops: Sequence[Loop], order: Sequence[Stage]) -> bool:
+    """Whether there is no order in which each loop is done after what it reads."""
+    feeds: list[set[int]] = []
+    reads = [{n.data for s in x.places for n in s.loads} - set(x.places) for x in loops]
+    for loop in loops:
+        after = results(loop)
+        for s in order:
+            if any(n.data in after for n in s.loads):
+                after.add(s)
+        feeds.append(
+            {i for i, x in enumerate(loops) if x is not loop and reads[i] & after}
+        )
+    left = set(range(len(loops)))
+    while left:
+        first = {i for i in left if not any(i in feeds[k] for k in left)}
+        if not first:
+            return True
+        left -= first
+    return False
+
+
 class _Search:
     """What the two kernels of one map compute, and along which axes it is cut."""
 
@@ -119,9 +143,17 @@ class _Search:
         assert product.body is not None
         parts = contract_parts(product, product.body)
         axes = tuple(a for a in parts.batch if product.ext[a] > 1) if parts else ()
-        count = math.prod(product.ext[a] for a in axes)
-        if count < 2:
+        if not axes:
             raise Refused("there is one head of keys")
+        try:
+            return self._along(product, axes, target, most)
+        except Refused:  # heads that do not come first in memory; batches may
+            if len(axes) == 1:
+                raise
+            return self._along(product, axes[:1], target, most)
+
+    def _along(self, product: Stage, axes: Axes, target: Target, most: int) -> Loop:
+        count = math.prod(product.ext[a] for a in axes)
         places = self._places(product, axes, count)
         stored = frozenset(self.whole.anchors)
         loop = Loop(count, places, self.large, scores=True, stored=stored)
