@@ -237,6 +237,10 @@ class Body:
                 several = several_each(n, axes, s.space, count)
             gathered = None
             if axes and not rows and several is None:
+                mask = sum(1 << a for a in axes)
+                large = 64 * y.size > self._least
+                if self.loop.scores and large and n.free & mask:
+                    raise Refused(f"the rows of {y.name} do not lie one after another")
                 gathered = self._gathered(n, s, axes)
             if gathered is not None:
                 n, y, rows = gathered, gathered.data, len(axes)
