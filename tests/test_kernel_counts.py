@@ -78,6 +78,19 @@ def test_a_map_and_rows_of_it_are_one_kernel(device):
     np.testing.assert_allclose(y.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_what_is_beside_an_extreme_of_columns(device):
+    """A kernel of rows adds up what it sums over rows; a maximum is no such sum."""
+
+    def both(x):
+        return sd.argmax(x, axis=0), sd.max(x, axis=0), x * 2.0, sd.sum(x, axis=1)
+
+    x = np.random.default_rng(3).normal(size=(33, 5)).astype(np.float32)
+    got = sd.compile(both)(x)
+    want = (x.argmax(0), x.max(0), x * 2, x.sum(1))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a.numpy(), b, rtol=1e-5, atol=1e-6)
+
+
 def test_loss(device):
     labels = sd.spec("i32", 128)
     assert counts(

@@ -571,6 +571,8 @@ class Partition:
                 continue
             if any(p is g or self._reaches(g, p) for p in producers):
                 continue
+            if m.role != "column" and not all(map(_beside_rows, g.members)):
+                continue
             axes = self._shared_axes(m, g)
             if axes is None or not self._fits([*g.members, m]):
                 continue
@@ -719,3 +721,8 @@ def _turn_to_rows(m: Member, axes: dict[int, int], g: Group) -> bool:
 def _writes_slice(m: Member) -> bool:
     """Whether a map is an update of a slice: alone it may write no more than that."""
     return bool(find_slices(m.body, m.space)[0])
+
+
+def _beside_rows(m: Member) -> bool:
+    """Whether a kernel of rows can compute this: of reductions over rows only sums."""
+    return m.role != "column" or m.stage.monoid == "sum"
