@@ -33,6 +33,10 @@ def matmul(a, b):
     return sd.sum(a * b, over="k")
 
 
+def attention(q, k, v):
+    return sd.ops.attention(q, k, v)
+
+
 def pullback(function):
     def run(*args):
         *args, dy = args
@@ -51,6 +55,8 @@ def setup(name, x, args) -> Case:
         "W4": (pullback(rms_norm), ["dx", "dgain"]),
         "W5": (softmax, ["y"]),
         "W6": (matmul, ["y"]),
+        "W7": (attention, ["y"]),
+        "W8": (pullback(attention), ["dq", "dk", "dv"]),
     }[name]
     compiled = sd.compile(function)
     arrays = [sd.asarray(value) for value in x.values()]

@@ -38,6 +38,10 @@ def softmax(x):
     return x.softmax(-1)
 
 
+def attention(q, k, v):
+    return q.scaled_dot_product_attention(k, v, is_causal=True, enable_gqa=True)
+
+
 def pullback(function):
     def run(*args):
         *args, dy = args
@@ -60,6 +64,8 @@ def setup(name, x, args) -> Case:
         "W4": (pullback(rms_norm), ["dx", "dgain"]),
         "W5": (softmax, ["y"]),
         "W6": (Tensor.matmul, ["y"]),
+        "W7": (attention, ["y"]),
+        "W8": (pullback(attention), ["dq", "dk", "dv"]),
     }[name]
     tensors = [Tensor(value).realize() for value in x.values()]
     case = Case(lambda: None, dict)

@@ -33,6 +33,8 @@ WORKLOADS = {
     "W4": "its pullback: dx, dgain",
     "W5": "softmax of rows [2048, 2048]",
     "W6": "matmul 512^3",
+    "W7": "causal attention, 512 positions, 8 heads on 2, d 64",
+    "W8": "its pullback: dq, dk, dv",
     "W9": "training step, 3.0 M parameters, 256 tokens, AdamW",
 }
 TOLERANCE = {"W9": 2e-3}  # of the largest value; elsewhere 2e-5
@@ -64,13 +66,16 @@ def inputs(name: str) -> dict[str, Any]:
             return {"x": normal(2048, 2048)}
         case "W6":
             return {"a": normal(512, 512), "b": normal(512, 512)}
+        case "W7" | "W8":
+            x = {"q": normal(1, 8, 512, 64)}
+            x |= {name: normal(1, 2, 512, 64) for name in "kv"}
         case "W9":
             text = rng.integers(0, SHAPE.vocab, SHAPE.length + 1).astype(np.int32)
             weights = ref.initial_weights(SHAPE)
             return {"weights": weights, "ids": text[:-1], "labels": text[1:]}
         case _:
             raise KeyError(name)
-    if name in ("W2", "W4"):
+    if name in ("W2", "W4", "W8"):
         x["dy"] = normal(*next(iter(x.values())).shape)
     return x
 
@@ -90,6 +95,13 @@ def expected(name: str, x: dict[str, Any]) -> dict[str, np.ndarray]:
             return {"y": ref.softmax(d["x"])}
         case "W6":
             return {"y": d["a"] @ d["b"]}
+        case "W7" | "W8":
+            d = {k: v[0].swapaxes(0, 1) for k, v in d.items()}
+            if name == "W7":
+                found = {"y": ref.attention(**d)}
+            else:
+                found = dict(zip(("dq", "dk", "dv"), ref.attention_pullback(**d)))
+            return {k: v.swapaxes(0, 1)[None] for k, v in found.items()}
     steps = ref.losses(SHAPE, ADAMW, x["weights"], x["ids"], x["labels"], 3)
     return {"losses": steps}
 
