@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import html
+import json
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,9 +47,34 @@ def step(x, gain, w):
 # ------------------------------------------------------------------ lines
 
 
+ALONE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import shaderdsl as sd
+sd.use_device("cpu")
+import test_seeing as t
+print(json.dumps([
+    [t.source_lines(t.lowered(b).kernels[0]) for b in (False, True)],
+    [k.wgsl for k in t.lowered(backward=True).kernels],
+]))
+"""
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """In a process of its own: equal expressions are one object, so that those of other
+    tests would bring their lines along.
+    """
+    here = Path(__file__).parent
+    out = subprocess.run(
+        [sys.executable, "-c", ALONE, here], capture_output=True, text=True, check=True
+    )
+    return json.loads(out.stdout)
+
+
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_kernel_comes_from_lines_of_the_user(cpu, backward):
-    lines = source_lines(lowered(backward).kernels[0])
+def test_a_kernel_comes_from_lines_of_the_user(alone, backward):
+    lines = alone[0][backward]
     assert any(line.endswith('size = sd.mean(square, over="d")') for line in lines)
     assert any("return x * sd.rsqrt(size + eps) * gain" in line for line in lines)
     for line in lines:
@@ -54,9 +83,9 @@ def test_a_kernel_comes_from_lines_of_the_user(cpu, backward):
         assert "@sd.op" not in line
 
 
-def test_lines_of_the_compiler_are_nobodys(cpu):
+def test_lines_of_the_compiler_are_nobodys(alone):
     """Neither in the list nor in the text: operands are made by no line."""
-    text = "\n".join(kernel.wgsl for kernel in lowered(backward=True).kernels)
+    text = "\n".join(alone[1])
     places = re.findall(r"^// .* \((.*):\d+\)$", text, re.MULTILINE)
     assert set(places) == {"test_seeing.py"}
 
