@@ -317,6 +317,15 @@ class Axes(Copies):
             self.w.local[E.substitute(n, axes)] = text
 
 
+def close_turns(o: Online, w: Writer) -> None:
+    """End the block of one turn: a loop over the outer positions, if there are any."""
+    if o.outer:
+        w.loop(f"for (var turn = 0u; turn < {w.extent(o.outer)}; turn = turn + 1u)")
+    else:
+        turn = w.close()
+        w.blocks[-1] += turn
+
+
 def plain_tensors(o: Online, w: Writer) -> None:
     """Tell the writer which tensors have an access that is no vec4."""
 

@@ -17,6 +17,7 @@ from .online_plan import (
     Online,
     Product,
     Sum,
+    close_turns,
     column_of,
     exponential,
     is_one,
@@ -91,16 +92,8 @@ class _Registers:
         first, stop = self.bounds()
         w.open()
         self.step(near, stop)
-        step = w.close()
-        w.line(f"for (var l = {first}; l < {stop}; l = l + {self.rows.step}u) {{")
-        w.blocks[-1] += [*indent(step), "}"]
-        turn = w.close()
-        if o.outer:
-            count = w.extent(o.outer)
-            w.line(f"for (var turn = 0u; turn < {count}; turn = turn + 1u) {{")
-            w.blocks[-1] += [*indent(turn), "}"]
-        else:
-            w.blocks[-1] += turn
+        w.loop(f"for (var l = {first}; l < {stop}; l = l + {self.rows.step}u)")
+        close_turns(o, w)
         self.epilogue()
         return w.blocks[0]
 

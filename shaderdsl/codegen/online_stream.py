@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ..ir.expr import Expr
 from .contract_tile import XYZW, plus
-from .online_plan import Online, plain_tensors, steps_of
+from .online_plan import Online, close_turns, plain_tensors, steps_of
 from .online_stream_parts import (
     LOG2E,
     Factor,
@@ -102,16 +102,8 @@ class Streaming(Values):
         self.first_fetch(start, 1)
         w.open()
         self.tile()
-        body = w.close()
-        w.line(f"for (var l = {start}; l < {stop}; l = l + {t.lines}u) {{")
-        w.blocks[-1] += [*indent(body), "}"]
-        turn = w.close()
-        if o.outer:
-            count = w.extent(o.outer)
-            w.line(f"for (var turn = 0u; turn < {count}; turn = turn + 1u) {{")
-            w.blocks[-1] += [*indent(turn), "}"]
-        else:
-            w.blocks[-1] += turn
+        w.loop(f"for (var l = {start}; l < {stop}; l = l + {t.lines}u)")
+        close_turns(o, w)
         self.epilogue()
         return w.blocks[0]
 

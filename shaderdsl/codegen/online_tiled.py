@@ -16,6 +16,7 @@ from .online_plan import (
     Online,
     Product,
     Sum,
+    close_turns,
     exponential,
     is_one,
     plain_tensors,
@@ -54,18 +55,10 @@ class _Tiled(Tile):
             self.axes.place(copies, [[a] for a in o.outer], "turn", 1)
         first, stop = self.bounds()
         w.open()
-        self.tile()
-        body = w.close()
         start = f"{first} / {t.lines}u * {t.lines}u" if first != "0u" else first
-        w.line(f"for (var l = {start}; l < {stop}; l = l + {t.lines}u) {{")
-        w.blocks[-1] += [*indent(body), "}"]
-        turn = w.close()
-        if o.outer:
-            count = w.extent(o.outer)
-            w.line(f"for (var turn = 0u; turn < {count}; turn = turn + 1u) {{")
-            w.blocks[-1] += [*indent(turn), "}"]
-        else:
-            w.blocks[-1] += turn
+        self.tile()
+        w.loop(f"for (var l = {start}; l < {stop}; l = l + {t.lines}u)")
+        close_turns(o, w)
         self.epilogue()
         return w.blocks[0]
 

@@ -114,6 +114,12 @@ class Writer:
         self.memo.pop()
         return self.blocks.pop()
 
+    def loop(self, header: str) -> None:
+        """End the innermost block as the body of a loop in the block around it."""
+        body = self.close()
+        self.line(f"{header} {{")
+        self.blocks[-1] += [*indent(body), "}"]
+
     def line(self, text: str, depth: int | None = None) -> None:
         """A line of the innermost (or of a given) block."""
         self.blocks[-1 if depth is None else depth].append(text)
