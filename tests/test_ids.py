@@ -132,7 +132,7 @@ def test_unread_flags_do_not_pile_up(device):
     ops.embedding(TABLE, made(1)).numpy()
 
 
-def test_a_step_outside_of_generate(device):
+def small_model():
     config = nn.TransformerConfig(
         vocab_size=8,
         hidden_size=8,
@@ -143,7 +143,11 @@ def test_a_step_outside_of_generate(device):
         ffn_size=8,
         max_positions=64,
     )
-    model = nn.Transformer.init(config, seed=0)
+    return nn.Transformer.init(config, seed=0)
+
+
+def test_a_step_outside_of_generate(device):
+    model = small_model()
     cache = model.new_cache(capacity=16)
     cache.run(model, [1, 2])
     logits = cache.step(model, made(8))
@@ -177,17 +181,7 @@ def test_host_ids_cost_nothing_and_device_ids_one_kernel(device):
 
 
 def test_generation_is_not_looked_at_twice(device):
-    config = nn.TransformerConfig(
-        vocab_size=8,
-        hidden_size=8,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=4,
-        ffn_size=8,
-        max_positions=64,
-    )
-    model = nn.Transformer.init(config, seed=0)
+    model = small_model()
     model.generate([1, 2], max_new_tokens=3)
     with sd.profile() as p:
         model.generate([1, 2], max_new_tokens=3)
