@@ -210,13 +210,25 @@ class Array:
                 self._refuse("be read")
             assert self._host is not None
             return self._host.copy()
+        return self.fetch()()
+
+    def fetch(self) -> Callable[[], np.ndarray]:
+        """Begin to read the values; the function that is returned waits for them.
+
+        What is launched in between is not waited for, and may be given this array's
+        memory.
+        """
+        self._check_live()
+        if self._buffer is None:
+            values = self.numpy()
+            return lambda: values
         from .ids import look
 
         look()
-        out: np.ndarray = self._buffer.device.download(
+        wait: Callable[[], np.ndarray] = self._buffer.device.fetch(
             self._buffer, self.shape, self.dtype.name
         )
-        return out
+        return wait
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         x = self.numpy()

@@ -163,10 +163,12 @@ def _steps(
     for left in reversed(range(count)):
         start = asarray(np.int32(cache.length))
         tokens: Array = sampler(logits, start, cache.first)
+        # Read before the next step is launched, so that only the token is waited for.
+        read = tokens.fetch()
         if left:
             with trusted():  # those out of range are told of below
                 logits = cache.step(model, tokens, start)
-        host = np.asarray(tokens)
+        host = read()
         if (host[~ended] < 0).any():
             raise ShaderError(
                 "the model's logits are not numbers",

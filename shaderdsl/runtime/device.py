@@ -9,7 +9,7 @@ import abc
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,10 +81,19 @@ class Device(abc.ABC):
         """Copy an array to the device, converted to ``dtype``'s layout."""
 
     @abc.abstractmethod
+    def fetch(
+        self, buffer: Buffer, shape: Sequence[int], dtype: str
+    ) -> Callable[[], np.ndarray[Any, Any]]:
+        """Begin to copy a buffer into a new array, as it is at this point of the queue.
+
+        What is returned waits for that copy alone, not for what is launched later.
+        """
+
     def download(
         self, buffer: Buffer, shape: Sequence[int], dtype: str
     ) -> np.ndarray[Any, Any]:
         """Copy a buffer into a new array; waits for the work that fills it."""
+        return self.fetch(buffer, shape, dtype)()
 
     @abc.abstractmethod
     def synchronize(self) -> None:

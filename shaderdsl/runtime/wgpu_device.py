@@ -10,7 +10,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from .adapters import LIMIT_NAMES, found, home, opened, refuse_fork
 from .buffers import Buffer, Pool, physical_memory
 from .device import STORAGE, VISIBLE, Device, DeviceInfo, say_once
 from .pipelines import Pipelines
+from .reading import Reading
 
 if TYPE_CHECKING:
     from ..codegen.program import Program
@@ -39,9 +41,6 @@ if TYPE_CHECKING:
 #: Bytes a transfer moves at a time, so that staging memory stays small beside data.
 CHUNK_BYTES = 64 << 20
 
-#: Staging buffers up to this size (bytes) are kept for the next small read.
-KEEP_STAGING_BYTES = 1 << 20
-
 #: Submissions in flight beyond which a launch waits for the oldest, so that a host
 #: that outruns the device does not pile up command buffers.
 MAX_IN_FLIGHT = 64
@@ -49,7 +48,6 @@ MAX_IN_FLIGHT = 64
 _USAGE = (
     wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
 )
-_STAGING = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
 
 
 class WgpuDevice(Device):
@@ -110,7 +108,8 @@ class WgpuDevice(Device):
         self.pipelines = Pipelines(self)
         self._executables: weakref.WeakSet[WgpuExecutable] = weakref.WeakSet()
         self._in_flight: deque[int] = deque()
-        self._staging: list[Any] = []
+        #: Memory that reads go through, kept for the next one.
+        self.staging: list[Any] = []
         opened.add(self)
 
     @classmethod
@@ -155,7 +154,7 @@ class WgpuDevice(Device):
             self.alive = False
             # Unmapped reads would wait for ever, and the driver would abort.
             self._quiet.wait_for(lambda: self._readers == 0)
-            self._staging.clear()
+            self.staging.clear()
             self.gpu.destroy()
         self._forget_bind_groups()
 
@@ -190,9 +189,9 @@ class WgpuDevice(Device):
             profiling.note_upload(data.nbytes, self.pool.live_bytes)
         return buffer
 
-    def download(
+    def fetch(
         self, buffer: Buffer, shape: Sequence[int], dtype: str
-    ) -> np.ndarray[Any, Any]:
+    ) -> Callable[[], np.ndarray[Any, Any]]:
         buffer.require(self)
         self.check()
         out = np.empty(tuple(shape), STORAGE[dtype])
@@ -200,38 +199,41 @@ class WgpuDevice(Device):
             raise CompilerError(
                 f"{out.nbytes} B were to be read from a buffer of {buffer.nbytes} B"
             )
-        if out.nbytes:
-            flat = out.reshape(-1).view(np.uint8)
+        flat = out.reshape(-1).view(np.uint8)
+        reading = None
+        if 0 < flat.size <= CHUNK_BYTES:
+            with self._reader():
+                reading = Reading(self, buffer.handle, buffer.offset, flat.size)
+        else:
             for start in range(0, flat.size, CHUNK_BYTES):
                 part = flat[start : start + CHUNK_BYTES]
                 self.read(buffer.handle, buffer.offset + start, part)
-        if profiling.active():
-            profiling.note_download(out.nbytes)
-        if VISIBLE[dtype] != STORAGE[dtype]:
-            return out.astype(VISIBLE[dtype])
-        return out
+
+        def wait() -> np.ndarray[Any, Any]:
+            if reading is not None:
+                with self._reader():
+                    reading.into(flat)
+            if profiling.active():
+                profiling.note_download(out.nbytes)
+            if VISIBLE[dtype] != STORAGE[dtype]:
+                return out.astype(VISIBLE[dtype])
+            return out
+
+        return wait
 
     def read(self, handle: Any, start: int, out: np.ndarray[Any, Any]) -> None:
         """Fill ``out`` (bytes) from a wgpu buffer at ``start``; waits for the data."""
-        nbytes = -(-out.size // 4) * 4
+        with self._reader():
+            Reading(self, handle, start, out.size).into(out)
+
+    @contextmanager
+    def _reader(self) -> Iterator[None]:
+        """The device is not destroyed meanwhile."""
         with self._quiet:
             self.check()
             self._readers += 1
         try:
-            staging = self._take_staging(nbytes)
-            encoder = self.gpu.create_command_encoder()
-            encoder.copy_buffer_to_buffer(handle, start, staging, 0, nbytes)
-            self.submit([encoder.finish()])
-            staging.map_async("READ_NOSYNC", 0, nbytes).sync_wait()
-            mapped = staging.read_mapped(0, nbytes, copy=False)
-            out[:] = np.frombuffer(mapped, np.uint8, out.size)
-            del mapped
-            staging.unmap()
-            if staging.size <= KEEP_STAGING_BYTES and len(self._staging) < 8:
-                self._staging.append(staging)
-            else:
-                # Do not wait for garbage collection with tens of megabytes.
-                staging.destroy()
+            yield
         except (wgpu.GPUError, RuntimeError) as error:
             raise self.translate(error, "reading an array back") from error
         finally:
@@ -239,22 +241,12 @@ class WgpuDevice(Device):
                 self._readers -= 1
                 self._quiet.notify_all()
 
-    def _take_staging(self, nbytes: int) -> Any:
-        try:
-            staging = self._staging.pop()
-            if staging.size >= nbytes:
-                return staging
-        except IndexError:
-            pass
-        size = nbytes if nbytes > KEEP_STAGING_BYTES else max(4096, 2 * nbytes)
-        return self.gpu.create_buffer(size=size, usage=_STAGING)
-
     # Submission
 
     def submit(
         self, commands: list[Any], before: Callable[[], None] | None = None
-    ) -> None:
-        """Submit command buffers.
+    ) -> int:
+        """Submit command buffers; returns the number to wait for.
 
         Args:
             before: called when no other thread can submit, to write what the commands
@@ -270,12 +262,14 @@ class WgpuDevice(Device):
             )
             self._in_flight.append(index)
             if len(self._in_flight) <= MAX_IN_FLIGHT:
-                return
+                return int(index)
+            last = int(index)
             # Wait for half of them, then run ahead again.
             while len(self._in_flight) > MAX_IN_FLIGHT // 2:
                 index = self._in_flight.popleft()
             # Still under the lock, so that the device cannot be destroyed meanwhile.
             lib.wgpuDevicePoll(self.gpu._internal, True, ffi.new("uint64_t *", index))
+            return last
 
     def translate(self, error: Exception, doing: str, nbytes: int = 0) -> ShaderError:
         """The typed error for one of wgpu's, raised while ``doing`` something."""
