@@ -293,6 +293,33 @@ def test_one_small_read_a_token(device):
         assert p.download_bytes == 12 * 2 * 4
 
 
+def test_a_token_is_read_while_the_next_step_runs(device, monkeypatch):
+    """The copy is queued before the step that follows, and waited for after it."""
+    from shaderdsl.nn.cache import KVCache
+    from shaderdsl.runtime import current
+
+    order = []
+
+    def told(name, function):
+        def call(*args, **keywords):
+            order.append(name)
+            return function(*args, **keywords)
+
+        return call
+
+    model = model_of()
+    model.generate(ids_of(5), max_new_tokens=2)
+    fetch = type(current()).fetch
+    monkeypatch.setattr(
+        type(current()),
+        "fetch",
+        lambda *given: told("wait", told("fetch", fetch)(*given)),
+    )
+    monkeypatch.setattr(KVCache, "step", told("step", KVCache.step))
+    model.generate(ids_of(5), max_new_tokens=4)
+    assert order == ["fetch", "step", "wait"] * 3 + ["fetch", "wait"]
+
+
 def test_only_the_new_rows_are_written(wgpu):
     # without tables of rotary positions, whose size would count
     model = model_of(max_positions=4096, positions="alibi")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+import shaderdsl as sd
 from shaderdsl import errors
 from shaderdsl.codegen.program import Binding, Kernel, Param, Program, Scratch
 from shaderdsl.codegen.target import PORTABLE, Limits
@@ -155,6 +156,31 @@ def test_noncontiguous_and_readonly_upload(device):
     x.flags.writeable = False
     back = device.download(device.upload(x, "f32"), x.shape, "f32")
     np.testing.assert_array_equal(back, x)
+
+
+def test_what_is_fetched_is_as_it_was(device, monkeypatch):
+    """Later calls overwrite the memory, and are not waited for."""
+    from shaderdsl.runtime import reading, wgpu_device
+
+    x = np.arange(5001, dtype=np.float32)
+    buffer = device.upload(x, "f32")
+    waits = [device.fetch(buffer, x.shape, "f32")]
+    monkeypatch.setattr(wgpu_device, "CHUNK_BYTES", 4096)  # more than one
+    waits.append(device.fetch(buffer, x.shape, "f32"))
+    advance = sd.compile(lambda x: x + 1.0, donate="x")
+    sd.use_device(device)
+    y = sd.Array.of_buffer(buffer, x.shape, "f32")
+    read = y.fetch()
+    y = advance(advance(y))
+    for wait in waits:
+        np.testing.assert_array_equal(wait(), x)
+    np.testing.assert_array_equal(y.numpy(), x + 2)
+    np.testing.assert_array_equal(read(), x)
+    if device.kind == "wgpu":  # what nobody waits for is forgotten
+        device.fetch(y.buffer(), x.shape, "f32")
+        del y, waits, wait, read
+        gc.collect()
+        assert not reading._statuses
 
 
 def test_chunked_transfers(device, monkeypatch):
