@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--shaderdsl-device",
         metavar="SPEC",
-        help="the device of the tests: cpu, wgpu or wgpu:<name or number>",
+        help="the device of the tests: cpu, wgpu, wgpu:<name or number> or dawn",
     )
     group.addoption(
         "--shaderdsl-seed",

@@ -15,8 +15,11 @@ from collections.abc import Sequence
 
 _PROGRAM = """
 import json, sys, wgpudawn
+from wgpudawn.backends.dawn import extras
+extras.set_instance_extras(enable_toggles=["allow_unsafe_apis"])
 adapter = wgpudawn.gpu.request_adapter_sync()
-features = [f for f in ("shader-f16",) if f in adapter.features]
+wanted = ("shader-f16", "subgroups", "chromium-experimental-subgroup-matrix")
+features = [f for f in wanted if f in adapter.features]
 portable, texts = json.load(sys.stdin)
 device = adapter.request_device_sync(required_features=features)
 wrong = []
@@ -27,7 +30,8 @@ for number, text in enumerate(texts):
             layout="auto", compute={"module": module, "entry_point": "main"}
         )
     except Exception as error:
-        if portable or "exceeds the maximum" not in str(error):
+        limits = ("exceeds the maximum", "maximum allowed", "maxSubgroupSize")
+        if portable or not any(x in str(error) for x in limits):
             wrong.append((number, str(error)))
 print("judged", json.dumps([features, wrong]))
 """

@@ -39,8 +39,8 @@ first steps:
   shaderdsl generate runs/mine --prompt "The "
 
 Every command has --help with examples. --device, or SHADERDSL_DEVICE, chooses where
-things run: cpu, wgpu, wgpu:0, wgpu:NAME. Exit status: 0 all went well, 1 it did not,
-2 the command was written wrongly, 130 it was interrupted.
+things run: cpu, wgpu, wgpu:0, wgpu:NAME, dawn. Exit status: 0 all went well, 1 it did
+not, 2 the command was written wrongly, 130 it was interrupted.
 """
 
 
@@ -67,7 +67,9 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         part.add_argument(
-            "--device", metavar="NAME", help="cpu, wgpu or wgpu:NAME (default: best)"
+            "--device",
+            metavar="NAME",
+            help="cpu, wgpu, wgpu:NAME, dawn (default: best)",
         )
         command.add_arguments(part)
         part.set_defaults(run=command.run, part=part)

@@ -21,6 +21,7 @@ FEATURES = {
     "f16": "f16 arrays are read and written as such; without, as packed pairs",
     "subgroups": "reductions and products pass values between lanes directly",
     "timestamps": "profile(timestamps=True), bench and tune time single kernels",
+    "matrix": "products of f16 by subgroups' matrices (device dawn)",
     "wide_words": "a vec4 moves as two words, for software drivers",
 }
 #: what each limit decides

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from .choice import pick
+from .contract_matrices import MatrixShape, matrices
+from .contract_matrix_shapes import choose_matrices
 from .contract_plan import Contraction, analyse
 from .contract_registers import Block, block_fits, likely_blocks, registers
 from .contract_shapes import Shape, choose_shape
@@ -28,6 +30,9 @@ def contract_kernels(group: Group, target: Target) -> list[Kernel]:
         return register_kernels(c, cut.block, cut.splits)
     # Half of the budget, for loops that a driver may add.
     longest = min(_LONGEST, target.loop_budget // 2)
+    tiles = choose_matrices([c], longest)
+    if tiles is not None:
+        return matrix_kernels(c, *tiles)
     return tiled_kernels(c, *choose_shape([c], longest))
 
 
@@ -39,6 +44,16 @@ def tiled_kernels(c: Contraction, shape: Shape, splits: int) -> list[Kernel]:
         return [tiled(c, name, shape)]
     pieces = pieces_of(c, splits)
     return in_pieces(c, tiled(c, name, shape, splits, pieces), pieces)
+
+
+def matrix_kernels(c: Contraction, shape: MatrixShape, splits: int) -> list[Kernel]:
+    """Matrices that subgroups multiply."""
+    name = kernel_name(c.group)
+    splits = no_empty(max(-(-p.extent // shape.bk) for p in c.passes), splits)
+    if splits == 1:
+        return [matrices(c, name, shape)]
+    pieces = pieces_of(c, splits)
+    return in_pieces(c, matrices(c, name, shape, splits, pieces), pieces)
 
 
 def register_kernels(c: Contraction, block: Block, splits: int = 0) -> list[Kernel]:

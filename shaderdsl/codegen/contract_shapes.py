@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from .choice import pick
 from .contract_plan import Contraction
@@ -63,6 +64,20 @@ SHAPES = (
     (Shape(16, 128, 16, 4, 4), 0.4),
     (Shape(32, 32, 16, 4, 4), 0.35),
 )
+
+
+class Tile(Protocol):
+    """What is common to shapes: results of a workgroup."""
+
+    @property
+    def bm(self) -> int:
+        """Rows."""
+        ...
+
+    @property
+    def bn(self) -> int:
+        """Columns."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -159,7 +174,7 @@ def _speed(shape: Shape, cs: Sequence[Contraction]) -> float:
     return list(speeds.values())[max(place + 1 - apart, 0)]
 
 
-def workgroups(c: Contraction, shape: Shape) -> int:
+def workgroups(c: Contraction, shape: Tile) -> int:
     """Tiles of a contraction."""
     batch, m, n, _ = c.sizes
     return batch * math.ceil(m / shape.bm) * math.ceil(n / shape.bn)

@@ -10,6 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .contract_matrices import (
+    Matrices,
+    MatrixShape,
+    declare_matrices,
+    with_matrices,
+)
+from .contract_matrix_shapes import choose_matrices
 from .contract_plan import Contraction, analyse, plain_tensors
 from .contract_shapes import Shape, choose_shape
 from .contract_split import Pieces, PieceSums, as_second, piece_count, sum_pieces
@@ -25,7 +32,8 @@ def sibling_kernels(group: Group, target: Target) -> list[Kernel]:
     """Print a group that stands for several contractions."""
     assert group.stands_for
     cs = [analyse(g, target) for g in group.stands_for]
-    shape, splits = choose_shape(cs, min(16_384, target.loop_budget // 2))
+    longest = min(16_384, target.loop_budget // 2)
+    shape, splits = choose_matrices(cs, longest) or choose_shape(cs, longest)
     name = kernel_name(group)
     if splits == 1:
         return [_first_stage(group, cs, shape, name, [None] * len(cs))]
@@ -50,7 +58,7 @@ def sibling_kernels(group: Group, target: Target) -> list[Kernel]:
 def _first_stage(
     group: Group,
     cs: Sequence[Contraction],
-    shape: Shape,
+    shape: Shape | MatrixShape,
     name: str,
     pieces: Sequence[Pieces | None],
 ) -> Kernel:
@@ -63,13 +71,20 @@ def _first_stage(
     total, memory = 0, dict[str, int]()
     for part, (c, p) in enumerate(zip(cs, pieces, strict=True)):
         w.begin(part, c.group)
-        tile = Tiled(c, w, shape, p.splits if p else 1, w.first(total))
+        number, own = w.first(total), p.splits if p else 1
+        tile = (
+            Matrices(c, w, shape, own, number)
+            if isinstance(shape, MatrixShape)
+            else Tiled(c, w, shape, own, number)
+        )
         text = tile.lines(p)
         total += tile.count
         memory = {a: max(n, memory.get(a, 0)) for a, n in tile.memory().items()}
         lines += w.branch(total, text)
-    w.shared += declare(memory)
+    on_matrices = isinstance(shape, MatrixShape)
+    w.shared += declare_matrices(memory) if on_matrices else declare(memory)
     lines.append("}")
     layout = together([c.layout for c in cs])
     grid = fold(total, target)
-    return finish(group, w, layout, lines, name, "contract", shape.size, grid)
+    kernel = finish(group, w, layout, lines, name, "contract", shape.size, grid)
+    return with_matrices(kernel) if on_matrices else kernel

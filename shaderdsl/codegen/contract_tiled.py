@@ -52,7 +52,7 @@ def declare(arrays: dict[str, int]) -> list[str]:
 
 
 @dataclass
-class _Share:
+class Share:
     """What a thread brings of one factor, and where each piece lies in the tile."""
 
     factor: E.Expr
@@ -123,7 +123,7 @@ class Tiled(Tile):
 
     # ------------------------------------------------------ into workgroup memory
 
-    def shares(self, p: Pass, depth: int) -> dict[Factor, _Share]:
+    def shares(self, p: Pass, depth: int) -> dict[Factor, Share]:
         """Divide the factors' tiles of a loop among the threads."""
         s = self.shape
         out = {}
@@ -150,7 +150,7 @@ class Tiled(Tile):
         extent: int,
         width: int,
         depth: int,
-    ) -> _Share:
+    ) -> Share:
         """Divide a factor's tile among the threads."""
         c, w, s = self.c, self.w, self.shape
         outer = c.m if left else c.n
@@ -202,7 +202,7 @@ class Tiled(Tile):
                 known[o] = self.placed(outer, at, mode == "x", depth)
             copies.append(known[o])
         factor, asked = asked_later(f.expr)
-        return _Share(
+        return Share(
             factor,
             asked,
             mode,
@@ -215,7 +215,7 @@ class Tiled(Tile):
             total,
         )
 
-    def fetch(self, x: _Share, p: Pass, exact: bool, chunk: str, depth: int) -> None:
+    def fetch(self, x: Share, p: Pass, exact: bool, chunk: str, depth: int) -> None:
         """Bring a thread's share of a chunk of k into its registers."""
         w = self.w
         known: dict[str, dict[int, int]] = {}
@@ -227,14 +227,18 @@ class Tiled(Tile):
                 if not exact:
                     at = w.let(f"min({at}, {limit} - 1u)", depth, "k")
                 known[k] = self.placed(p.k, at, x.mode == "k", depth)
-            value = self.read(x.factor, {**own, **known[k]}, x.axis)
+            value = self.carried(x.factor, {**own, **known[k]}, x.axis)
             w.line(f"{name} = {value};", depth)
 
-    def position(self, x: _Share, chunk: str, k: str) -> str:
+    def carried(self, factor: E.Expr, copies: dict[int, int], axis: int | None) -> str:
+        """A word of a factor, as a thread keeps it for a while."""
+        return self.read(factor, copies, axis)
+
+    def position(self, x: Share, chunk: str, k: str) -> str:
         """A position of k in a chunk, in vec4s if the share lies along k."""
         return f"{chunk} / {WIDTH}u + {k}" if x.mode == "k" else f"{chunk} + {k}"
 
-    def keep(self, x: _Share, p: Pass, exact: bool, stop: str, depth: int) -> None:
+    def keep(self, x: Share, p: Pass, exact: bool, stop: str, depth: int) -> None:
         """Store a thread's share to workgroup memory, 0 where it does not count.
 
         What counts is asked here: to ask when a word is fetched means to wait for it.
@@ -243,7 +247,7 @@ class Tiled(Tile):
         known: dict[str, dict[int, int]] = {}
         inside: dict[str, str] = {}
         end = f"{stop} / {WIDTH}u" if x.mode == "k" else stop
-        zero = "vec4<f32>(0.0)" if x.mode else "0.0"
+        zero = f"{self.word(x.mode)}(0.0)"
         out = []
         for (o, k), own, name in zip(x.places, x.copies, x.names, strict=True):
             if k not in known and (x.asked is not None or not exact):
@@ -257,20 +261,27 @@ class Tiled(Tile):
                 value = w.let(f"select({zero}, {value}, {yes})", depth, "x")
             if not exact:
                 value = w.let(f"select({zero}, {value}, {inside[k]})", depth, "x")
-            if x.mode == "x":
-                out.append(f"{x.array}[({k}) * {x.width}u + {o}] = {value};")
-            elif x.mode == "k":
-                for e in range(WIDTH):
-                    at = f"(({k}) * {WIDTH}u + {e}u) * {x.width}u + ({o}) / {WIDTH}u"
-                    out.append(
-                        f"{x.array}[{at}][({o}) % {WIDTH}u] = {value}.{XYZW[e]};"
-                    )
-            else:
-                at = f"({k}) * {x.width}u + ({o}) / {WIDTH}u"
-                out.append(f"{x.array}[{at}][({o}) % {WIDTH}u] = {value};")
+            out += self.put(x, o, k, value)
         if x.total < self.shape.size:
             out = [f"if (lane < {x.total}u) {{", *indent(out), "}"]
         w.blocks[depth] += out
+
+    def word(self, mode: str) -> str:
+        """The type in which a thread brings a factor."""
+        return "vec4<f32>" if mode else "f32"
+
+    def put(self, x: Share, o: str, k: str, value: str) -> list[str]:
+        """Store a word of a share to workgroup memory."""
+        if x.mode == "x":
+            return [f"{x.array}[({k}) * {x.width}u + {o}] = {value};"]
+        if x.mode == "k":
+            rows = (f"(({k}) * {WIDTH}u + {e}u) * {x.width}u" for e in range(WIDTH))
+            return [
+                f"{x.array}[{row} + ({o}) / {WIDTH}u][({o}) % {WIDTH}u] = {value}.{e};"
+                for row, e in zip(rows, XYZW, strict=True)
+            ]
+        at = f"({k}) * {x.width}u + ({o}) / {WIDTH}u"
+        return [f"{x.array}[{at}][({o}) % {WIDTH}u] = {value};"]
 
     # -------------------------------------------------------------- the sum
 
@@ -285,8 +296,13 @@ class Tiled(Tile):
             ]
             self.acc.append(names)
             lines += [f"var {a}: vec4<f32>;" for line in names for a in line]
+        return lines + self.loops()
+
+    def loops(self) -> list[str]:
+        """The loops, one after the other."""
         if len(self.c.passes) == 1:
-            return lines + self.loop(self.c.passes[0], 0)
+            return self.loop(self.c.passes[0], 0)
+        lines = []
         for p in self.c.passes:
             # In braces, so that no value of one loop is kept throughout another one.
             self.w.open()
@@ -307,9 +323,7 @@ class Tiled(Tile):
             first = w.let(f"min({start}, max({stop}, {s.bk}u) - {s.bk}u)", depth, "s")
         shares = self.shares(p, depth)
         for x in shares.values():
-            w.blocks[depth] += [
-                f"var {n}: {'vec4<f32>' if x.mode else 'f32'};" for n in x.names
-            ]
+            w.blocks[depth] += [f"var {n}: {self.word(x.mode)};" for n in x.names]
         for x in shares.values():
             self.fetch(x, p, exact, first, depth)
         w.open()
@@ -342,7 +356,7 @@ class Tiled(Tile):
             start = w.let(f"max({start}, {chunks})", 0, "s")
         return start, stop
 
-    def multiplications(self, p: Pass, shares: dict[Factor, _Share]) -> list[str]:
+    def multiplications(self, p: Pass, shares: dict[Factor, Share]) -> list[str]:
         """Multiply the chunk that lies in workgroup memory."""
         s = self.shape
         out = []

@@ -44,12 +44,15 @@ class Features:
     Args:
         wide_words: move a vec4 as two u64. Mesa's software driver spends a loop over
             the lanes on each word, whatever its size, so this nearly halves its cost.
+        matrix: rows, columns and depth of products of f16 matrices with sums in f32
+            that subgroups compute, and the lanes of such a subgroup; empty without.
     """
 
     wide_words: bool = False
     f16: bool = False
     subgroups: bool = False
     timestamps: bool = False
+    matrix: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

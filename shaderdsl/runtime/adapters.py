@@ -1,6 +1,6 @@
-"""The adapters that wgpu finds, and word of their loss.
+"""The adapters that the WebGPU library finds, and word of their loss.
 
-Importing this module imports wgpu.
+Importing this module imports the library.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import wgpu
-
 from ..codegen.target import (
     SOFTWARE_LOOP_BUDGET,
     UNBOUNDED_LOOP_BUDGET,
@@ -24,12 +22,15 @@ from ..codegen.target import (
 )
 from ..errors import DeviceError
 from .device import DeviceInfo
+from .library import PACKAGES, chosen
 
 if TYPE_CHECKING:
     from .wgpu_device import WgpuDevice
 
 # Mesa prints an error for each adapter that is looked at while the variable is unset.
 os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
+
+library = chosen()
 
 #: Our names for wgpu's limits.
 LIMIT_NAMES = {
@@ -65,7 +66,7 @@ class _LossWatch(logging.Handler):
 
 #: Devices that exist.
 opened: weakref.WeakSet[WgpuDevice] = weakref.WeakSet()
-logging.getLogger("wgpu").addHandler(_LossWatch())
+logging.getLogger(PACKAGES[library.name]).addHandler(_LossWatch())
 
 _adapter_lock = threading.Lock()
 _list: list[tuple[Any, DeviceInfo]] | None = None
@@ -88,7 +89,7 @@ def found() -> list[tuple[Any, DeviceInfo]]:
     refuse_fork()
     with _adapter_lock:
         if _list is None:
-            every = list(wgpu.gpu.enumerate_adapters_sync())
+            every = list(library.api.gpu.enumerate_adapters_sync())
             every.sort(key=_preference)
             _list = [(a, _describe(a, i)) for i, a in enumerate(every)]
         return _list
@@ -124,6 +125,8 @@ def _scores() -> int | None:
 def _describe(adapter: Any, number: int) -> DeviceInfo:
     info, have = adapter.info, adapter.features
     name = info["device"] or info["description"] or info["vendor"] or "unnamed"
+    if library.name != "wgpu":  # what is tuned on one is kept apart
+        name = f"{name} ({library.name.capitalize()})"
     software = _kind(adapter) == "software"
     target = Target(
         name=name,
@@ -132,14 +135,16 @@ def _describe(adapter: Any, number: int) -> DeviceInfo:
         features=Features(
             wide_words=software and "shader-int64" in have,
             f16="shader-f16" in have,
-            subgroups="subgroup" in have,
+            subgroups=library.subgroups in have,
             timestamps="timestamp-query" in have,
+            matrix=library.matrix(adapter),
         ),
+        enable_subgroups_directive=library.standard,
         loop_budget=SOFTWARE_LOOP_BUDGET if software else UNBOUNDED_LOOP_BUDGET,
         scores=_scores(),
     )
     return DeviceInfo(
-        spec=f"wgpu:{number}",
+        spec=f"{library.name}:{number}",
         name=name,
         kind=_kind(adapter),
         backend=info["backend_type"],

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..codegen.target import Target
 from ..errors import DeviceError, DeviceLostError, LimitError, NoAdapterError
+from . import library
 from .buffers import Buffer, Pool
 
 if TYPE_CHECKING:
@@ -171,7 +172,8 @@ def devices() -> list[DeviceInfo]:
 def current() -> Device:
     """The device in use; chosen at the first call.
 
-    ``SHADERDSL_DEVICE`` names it: ``cpu``, ``wgpu``, ``wgpu:<name or number>``.
+    ``SHADERDSL_DEVICE`` names it: ``cpu``, ``wgpu``, ``wgpu:<name or number>``, or
+    ``dawn`` in place of ``wgpu``.
     Without it the best adapter is taken, or ``cpu`` where there is none.
 
     Raises:
@@ -195,14 +197,18 @@ def use_device(
     """Choose the device for what follows, in all threads.
 
     Args:
-        spec: ``"cpu"``, ``"wgpu"``, ``"wgpu:<name or number>"``, a `Device` that was
-            returned before, or None for the default.
+        spec: ``"cpu"``, ``"wgpu"``, ``"wgpu:<name or number>"``, ``"dawn"`` (the same
+            adapters through wgpudawn, ``pip install shaderdsl[dawn]``; a process runs
+            on one of the two), a `Device` that was returned before, or None for the
+            default.
         limits: ``"adapter"`` uses all that the adapter offers, ``"portable"`` only what
             every WebGPU implementation guarantees (smaller kernels, no f16, no
             subgroups); by default what ``SHADERDSL_LIMITS`` says, else ``"adapter"``.
 
     Raises:
-        NoAdapterError: there is no such adapter; says what there is.
+        NoAdapterError: there is no such adapter, or wgpudawn is not installed; says
+            what there is.
+        DeviceError: wgpudawn was asked for where wgpu is in use, or the reverse.
     """
     global _current
     with _lock:
@@ -232,7 +238,7 @@ def open_device(spec: str | Device) -> Device:
 
 
 def _adapters() -> list[DeviceInfo]:
-    """The adapters, or none where wgpu cannot be imported or finds no driver."""
+    """The adapters, or none where no library can be imported or finds a driver."""
     try:
         from . import adapters
     except (ImportError, OSError, RuntimeError):
@@ -250,11 +256,13 @@ def _choose(spec: str | None, limits: str | None) -> Device:
         )
     if spec == "cpu":
         return CpuDevice.instance()
-    backend, _, wanted = (spec or "wgpu").partition(":")
-    if backend != "wgpu":
+    backend, _, wanted = (spec or "").partition(":")
+    if backend not in ("", "wgpu", "dawn"):
         raise NoAdapterError(
             f"the device {spec!r} is not known", cure=_what_there_is(_adapters())
         )
+    if backend:
+        library.choose(backend)
     found = _adapters()
     if wanted:
         matches = [info for info in found if _matches(info, wanted)]
@@ -288,7 +296,7 @@ def _open(info: DeviceInfo, limits: str) -> Device:
 
 def _matches(info: DeviceInfo, wanted: str) -> bool:
     if wanted.isdigit():
-        return info.spec == f"wgpu:{wanted}"
+        return info.spec.endswith(f":{wanted}")
     text = f"{info.name} {info.driver} {info.backend}".lower()
     return wanted.lower() in text
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import wgpu
-from wgpu.backends.wgpu_native import lib
 
 from ..codegen.program import Kernel, Program
 from ..errors import CompilerError
 from . import profiling
+from .adapters import library
 from .arenas import Copy, Memory, gather
 from .buffers import Allocation, Buffer, Bundle, bound_bytes, new_serial
 from .device import Executable
@@ -24,6 +23,8 @@ from .replay import KEEP, Encoded, Parts, Replay, Replays
 
 if TYPE_CHECKING:
     from .wgpu_device import WgpuDevice
+
+wgpu = library.api
 
 #: Bind groups that a program remembers for each kernel.
 KEEP_GROUPS = 16
@@ -341,7 +342,7 @@ class WgpuExecutable(Executable):
         raw = np.empty(count, np.uint64)
         self.device.read(ticks, 0, raw.view(np.uint8))
         spent = (raw[1::2] - raw[::2]).astype(np.float64)
-        period = lib.wgpuQueueGetTimestampPeriod(self.device.queue._internal)
+        period = library.period(self.device.queue)
         return [float(s) for s in spent * period * 1e-9]
 
     def _results(

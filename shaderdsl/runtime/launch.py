@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from wgpu.backends.wgpu_native import _api, ffi, lib
+from .adapters import library
 
 #: Pipeline (None: the one before), bind group, and the workgroups.
 Step = tuple[Any, Any, int, int, int]
+
+lib, ffi = library.raw, library.ffi
 
 _NAMES = ("SetPipeline", "SetBindGroup", "DispatchWorkgroups")
 _set_pipeline, _set_group, _dispatch = (
@@ -64,6 +66,8 @@ def unchecked_module(gpu: Any, label: str, code: str) -> Any:
 
     For texts whose indices are in range by construction alone.
     """
+    from wgpu.backends.wgpu_native import _api
+
     source = _api.new_struct_p(
         "WGPUShaderSourceWGSL *", code=_api.to_c_string_view(code)
     )

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import wgpu
-
 from ..errors import CompilerError, DeviceLostError
 from . import profiling
+from .adapters import library
 from .launch import UNCHECKED, unchecked_module
 
 if TYPE_CHECKING:
     from ..codegen.program import Kernel
     from .wgpu_device import WgpuDevice
+
+wgpu = library.api
 
 #: New kernels from which compiling on several threads is worth starting them.
 PARALLEL_FROM = 4

@@ -1,7 +1,6 @@
-"""The device behind wgpu: transfers, submission, loss.
+"""The device behind WebGPU: transfers, submission, loss.
 
-This module and its siblings `adapters`, `pipelines` and `executable` are the only ones
-that import wgpu.
+Which library it is, and what differs between libraries, is in `library`.
 """
 
 from __future__ import annotations
@@ -16,9 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import wgpu
-from wgpu.backends.wgpu_native import ffi, lib
-from wgpu.backends.wgpu_native._api import libf
 
 from ..errors import (
     CompilerError,
@@ -28,7 +24,7 @@ from ..errors import (
     ShaderError,
 )
 from . import profiling, tuned
-from .adapters import LIMIT_NAMES, found, home, opened, refuse_fork
+from .adapters import LIMIT_NAMES, found, home, library, opened, refuse_fork
 from .buffers import Buffer, Pool, physical_memory
 from .device import STORAGE, VISIBLE, Device, DeviceInfo, say_once
 from .pipelines import Pipelines
@@ -45,6 +41,8 @@ CHUNK_BYTES = 64 << 20
 #: that outruns the device does not pile up command buffers.
 MAX_IN_FLIGHT = 64
 
+wgpu = library.api
+
 _USAGE = (
     wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
 )
@@ -59,7 +57,7 @@ class WgpuDevice(Device):
         self.name, self.info, self.limits = info.name, info, limits
         target = info.target if limits == "adapter" else info.target.portable()
         #: What measurements are good for, beside the adapter's name.
-        self.driver = f"{info.backend} {info.driver}, wgpu {wgpu.__version__}"
+        self.driver = f"{info.backend} {info.driver}, {library.version}"
         self.target = replace(target, tuned=tuned.load(info.name, self.driver))
         if self.target.tuned.note:
             say_once(f"shaderdsl: {self.target.tuned.note}; run `shaderdsl tune` again")
@@ -69,21 +67,19 @@ class WgpuDevice(Device):
             for name, have in [
                 ("shader-int64", wanted.wide_words),
                 ("shader-f16", wanted.f16),
-                ("subgroup", wanted.subgroups),
-                ("subgroup-barrier", "subgroup-barrier" in adapter.features),
+                (library.subgroups, wanted.subgroups),
                 ("timestamp-query", wanted.timestamps),
             ]
             if have
         ]
+        features += [name for name in library.optional if name in adapter.features]
         required = {v: getattr(self.target.limits, k) for k, v in LIMIT_NAMES.items()}
         if limits == "adapter":
             for axis in "xyz":
                 name = f"max-compute-workgroup-size-{axis}"
                 required[name] = adapter.limits[name]
         try:
-            self.gpu = adapter.request_device_sync(
-                required_features=features, required_limits=required
-            )
+            self.gpu = library.open(adapter, features, required)
         except (RuntimeError, wgpu.GPUError) as error:
             raise DeviceError(f"{info.name} gave no device: {error}") from error
         self.queue = self.gpu.queue
@@ -140,10 +136,7 @@ class WgpuDevice(Device):
             refuse_fork()
         if self.suspect and self.alive:
             self.suspect = False
-            try:
-                self.gpu.create_buffer(size=16, usage=_USAGE)
-            except wgpu.GPUError:
-                self.alive = False
+            self.alive = not library.gone(self.gpu)
         super().check()
 
     def destroy(self) -> None:
@@ -256,19 +249,15 @@ class WgpuDevice(Device):
             self.check()
             if before is not None:
                 before()
-            handles = ffi.new("WGPUCommandBuffer[]", [c._internal for c in commands])
-            index = libf.wgpuQueueSubmitForIndex(
-                self.queue._internal, len(commands), handles
-            )
-            self._in_flight.append(index)
+            last = library.submit(self.queue, commands)
+            self._in_flight.append(last)
             if len(self._in_flight) <= MAX_IN_FLIGHT:
-                return int(index)
-            last = int(index)
+                return last
             # Wait for half of them, then run ahead again.
             while len(self._in_flight) > MAX_IN_FLIGHT // 2:
-                index = self._in_flight.popleft()
+                oldest = self._in_flight.popleft()
             # Still under the lock, so that the device cannot be destroyed meanwhile.
-            lib.wgpuDevicePoll(self.gpu._internal, True, ffi.new("uint64_t *", index))
+            library.wait(self.gpu, oldest)
             return last
 
     def translate(self, error: Exception, doing: str, nbytes: int = 0) -> ShaderError:
