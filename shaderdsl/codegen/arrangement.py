@@ -41,17 +41,17 @@ class Arrangement:
         )  # tensors whose memory holds something newer at the end
         self.log: list[str] = []
         self._position = {g: i for i, g in enumerate(partition.groups)}
-        self._unit = {
-            g: g for g in partition.groups
-        }  # the kernel that each group belongs to
+        # The kernel that each group belongs to, and the groups of each kernel.
+        self._unit = {g: g for g in partition.groups}
+        self._mates = {g: [g] for g in partition.groups}
         self._instead: dict[Group, list[Group]] = {}
-        self._edges: set[Edge] = set()
+        self._after: dict[Group, set[Group]] = {g: set() for g in partition.groups}
         for g in partition.groups:
             for m in g.members:
-                producers = (partition.group.get(n.data) for n in m.loads)
-                self._edges |= {
-                    (p, g) for p in producers if p is not None and p is not g
-                }
+                for n in m.loads:
+                    p = partition.group.get(n.data)
+                    if p is not None and p is not g:
+                        self._after[p].add(g)
 
     def before(self, stage: Stage, writer: Group) -> list[Edge]:
         """What a group needs to overwrite a tensor: all other readers come first."""
@@ -71,17 +71,51 @@ class Arrangement:
         Args:
             in_registers: what they read of one another, each thread has itself.
         """
-        unit = dict(self._unit)
+        new = [(x, y) for x, y in edges if y not in self._after[x]]
+        for x, y in new:
+            self._after[x].add(y)
+        before = {g: self._unit[g] for g in one}
         if one:
-            first = min(one, key=lambda g: self._position[g])
-            unit.update(dict.fromkeys(one, first))
-        every = self._edges | set(edges)
-        if not in_registers and any(a in one and b in one for a, b in every):
-            return False  # Nothing runs before itself.
-        if self._sorted(unit, every) is None:
+            self._move(one, min(one, key=lambda g: self._position[g]))
+        # Nothing runs before itself.
+        inside = set(() if in_registers else one)
+        if any(self._after[x] & inside for x in inside) or self._circular(new, one):
+            for x, y in new:
+                self._after[x].discard(y)
+            for g, unit in before.items():
+                self._move([g], unit)
             return False
-        self._unit, self._edges = unit, every
         return True
+
+    def _move(self, groups: Iterable[Group], unit: Group) -> None:
+        """Make groups a part of a kernel."""
+        for g in groups:
+            self._mates[self._unit[g]].remove(g)
+            self._mates.setdefault(unit, []).append(g)
+            self._unit[g] = unit
+
+    def _circular(self, new: Sequence[Edge], one: Sequence[Group]) -> bool:
+        """Whether a kernel waits for itself, which only what is new can have done."""
+        unit = self._unit
+        ends: dict[Group, set[Group]] = {}
+        for x, y in new:
+            if unit[x] is not unit[y]:
+                ends.setdefault(unit[y], set()).add(unit[x])
+        if one:
+            ends.setdefault(unit[one[0]], set()).add(unit[one[0]])
+        for start, wrong in ends.items():
+            seen: set[Group] = set()
+            stack = [start]
+            while stack:
+                u = stack.pop()
+                later = {unit[y] for x in self._mates[u] for y in self._after[x]}
+                later.discard(u)
+                if later & wrong:
+                    return True
+                later -= seen
+                seen |= later
+                stack += later
+        return False
 
     def disturbs(self, a: Group, b: Group) -> bool:
         """Whether one of two groups overwrites what the other one reads."""
@@ -97,47 +131,41 @@ class Arrangement:
 
     def untouched(self, g: Group) -> bool:
         """Whether a group is still what the partition made of it."""
-        return (
-            self._unit[g] is g
-            and g not in self._instead
-            and list(self._unit.values()).count(g) == 1
-        )
+        return g not in self._instead and self._mates[g] == [g]
 
     def printed(self, g: Group) -> Group | None:
         """What is printed for a group, if that is one group, for it alone."""
-        if self._unit[g] is not g or list(self._unit.values()).count(g) != 1:
+        if self._mates[g] != [g]:
             return None
         instead = self._instead.get(g, [g])
         return instead[0] if len(instead) == 1 else None
 
     def groups(self) -> list[Group]:
         """What to print, in order of execution."""
-        order = self._sorted(self._unit, self._edges)
-        assert order is not None
-        return [h for u in order for h in self._instead.get(u, [u])]
+        return [h for u in self._sorted() for h in self._instead.get(u, [u])]
 
-    def _sorted(self, unit: dict[Group, Group], edges: set[Edge]) -> list[Group] | None:
-        """The kernels with all edges forward, else as given; None for a cycle."""
+    def _sorted(self) -> list[Group]:
+        """The kernels with all dependences forward, else as the partition has them."""
+        unit, place = self._unit, self._position
         after: dict[Group, set[Group]] = {u: set() for u in unit.values()}
-        for a, b in edges:
-            if unit[a] is not unit[b]:
-                after[unit[a]].add(unit[b])
+        for x, later in self._after.items():
+            after[unit[x]] |= {unit[y] for y in later}
         waits = dict.fromkeys(after, 0)
-        for later in after.values():
-            for u in later:
-                waits[u] += 1
-        place = self._position
+        for u, later in after.items():
+            later.discard(u)
+            for v in later:
+                waits[v] += 1
         heap = [(place[u], u) for u, n in waits.items() if not n]
         heapq.heapify(heap)  # positions differ, so groups are never compared
         out: list[Group] = []
         while heap:
             _, u = heapq.heappop(heap)
             out.append(u)
-            for b in after[u]:
-                waits[b] -= 1
-                if not waits[b]:
-                    heapq.heappush(heap, (place[b], b))
-        return out if len(out) == len(after) else None
+            for v in after[u]:
+                waits[v] -= 1
+                if not waits[v]:
+                    heapq.heappush(heap, (place[v], v))
+        return out
 
     def place(self, result: Stage, base: Stage) -> None:
         """Give a result the memory of a tensor that is needed no more."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.stage import Stage, rebind, topo_stages
+from .anchors import Anchored
 from .blocks_graph import Body, Loop, Place, Refused, results
 from .blocks_narrow import narrowed
 from .blocks_rows import Axes, cut, joined, read_rows, steps_of
@@ -38,6 +39,8 @@ class Found:
     loops: list[Loop] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     inside: set[Stage] = field(default_factory=set)  # products in blocks alone
+    # Of a graph without loops: its stages as they are planned, and their anchors.
+    known: tuple[list[Stage], Anchored] | None = None
 
 
 def find_loops(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..ir.stage import Stage, topo_stages
+from .anchors import Anchored
 from .blocks import inside
 from .blocks_find import Found, surround
 from .blocks_graph import Body, Loop, Place, Refused, results
@@ -22,7 +23,6 @@ from .online_groups import sums_by_group
 from .online_runs import find_products, soft_maps
 from .online_scores import scores_budget
 from .online_steps import sums_in_steps
-from .partition import Partition
 from .target import Target
 
 _ANY = 1 << 62
@@ -39,7 +39,7 @@ def add_head_loops(found: Found, target: Target) -> None:
     if sum(s.nbytes for s in wide) <= budget and all(s.nbytes <= most for s in wide):
         return
     found.outs = sums_in_steps(found.outs, target)
-    whole = Partition(found.outs, _unbounded(target), found.loops)
+    whole = Anchored(found.outs, _unbounded(target), found.loops)
     maps = list(whole.online.scores)
     if sum(s.nbytes for s in maps) <= budget and all(s.nbytes <= most for s in maps):
         return
@@ -118,7 +118,7 @@ def _circular(loops: Sequence[Loop], order: Sequence[Stage]) -> bool:
 class _Search:
     """What the two kernels of one map compute, and along which axes it is cut."""
 
-    def __init__(self, whole: Partition, order: Sequence[Stage], scores: Stage):
+    def __init__(self, whole: Anchored, order: Sequence[Stage], scores: Stage):
         self.whole, self.order, self.scores = whole, order, scores
         products = whole.online.products
         soft = soft_maps(self.order, products)
@@ -213,7 +213,7 @@ class _Search:
             body = Body(loop, rows)
             outs = [s for t, s in body.stages.items() if t in self.sums]
             in_steps = sums_by_group(sums_in_steps(outs, target), target)
-            online = Partition(in_steps, target).online
+            online = Anchored(in_steps, target).online
             if not online.scores:
                 raise Refused(f"{rows} heads at a time do not fill the kernels")
 

@@ -7,7 +7,7 @@ equals the maximum: its gradient, or the position of it, would be lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from ..ir import expr as E
 from ..ir.expr import Expr
@@ -28,20 +28,31 @@ def compared(
     """
     products, outs = set(products), set(outs)
     wanted = [s for s in order if s.body is not None and s.monoid in ("max", "min")]
-    if not products or not wanted or not any(map(_compares, order)):
+    if not products or not wanted:
+        return set()
+    compares = set(filter(_compares, order))
+    if not compares:
         return set()
     inliner = Inliner(set())
+    below = _below(order, products)
     of: dict[Stage, set[Stage]] = {}  # extremes → products that they are of
     for m in wanted:
         assert m.body is not None
-        body = inliner.body(m.body, m.space)
-        mine = {n.data for n in E.loads(body)} & products
-        if mine:
-            of[m] = mine
+        if below[m]:
+            body = inliner.body(m.body, m.space)
+            mine = {n.data for n in E.loads(body)} & products
+            if mine:
+                of[m] = mine
+    # Only what compares and reads an extreme, itself or through maps, is looked at.
+    below = _below(order, of)
+    comparing = _below(order, compares, own=True)
     bodies = {
         s: inliner.body(s.body, s.space)
         for s in order
-        if s.body is not None and (s.kind == "reduce" or s in outs)
+        if s.body is not None
+        and (s.kind == "reduce" or s in outs)
+        and below[s]
+        and comparing[s]
     }
     bodies = {s: b for s, b in bodies.items() if any(n.data in of for n in E.loads(b))}
     counts: set[Stage] = set()
@@ -58,6 +69,22 @@ def compared(
             if n not in shifts and not (s in counts and body.args[0] is n):
                 found |= set(_pairs(n, of))
     return found
+
+
+def _below(
+    order: Sequence[Stage], chosen: Container[Stage], own: bool = False
+) -> dict[Stage, bool]:
+    """Whether each stage reads a chosen one, at once or through maps (or, with ``own``,
+    is one).
+    """
+    below: dict[Stage, bool] = {}
+    for s in order:
+        below[s] = (own and s in chosen) or any(
+            (n.data in chosen and not own)
+            or (n.data.kind == "map" and below.get(n.data, False))
+            for n in s.loads
+        )
+    return below
 
 
 def _compares(s: Stage) -> bool:

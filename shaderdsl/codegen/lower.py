@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from ..errors import CompilerError
 from ..ir import expr as E
 from ..ir.stage import Stage, topo_stages
+from .anchors import Anchored
 from .arena import merge_updates
 from .arrangement import Arrangement
 from .blocks import block_kernels, blocks_of, inside
@@ -75,12 +76,17 @@ def lower(
 def _loops(outs: Sequence[Stage], target: Target) -> Found:
     """Loops over blocks, and the graph around them."""
 
+    known: list[tuple[list[Stage], Anchored]] = []
+
     def online() -> frozenset[Stage]:
-        whole = Partition(in_stages(outs, target), target)
-        return frozenset(whole.online.virtual)
+        stages = in_stages(outs, target)
+        known[:] = [(stages, Anchored(stages, target))]
+        return frozenset(known[0][1].online.virtual)
 
     found = find_loops(outs, target, online)
     add_head_loops(found, target)
+    if known and not found.loops and found.outs == list(outs):
+        found.known = known[0]
     return found
 
 
@@ -101,8 +107,8 @@ def _planned(
     donated: frozenset[int],
     block: bool = False,
 ) -> Program:
-    outs = in_stages(found.outs, target)
-    arrangement = arrange(outs, target, inputs, donated, found.loops, block)
+    outs, known = found.known or (in_stages(found.outs, target), None)
+    arrangement = arrange(outs, target, inputs, donated, found.loops, block, known)
     partition = arrangement.partition
     note = target.tuned.note
     kernels: list[Kernel] = []
@@ -132,14 +138,16 @@ def arrange(
     donated: frozenset[int],
     loops: Sequence[Loop] = (),
     block: bool = False,
+    known: Anchored | None = None,
 ) -> Arrangement:
     """Which groups there are, in which order and memory.
 
     Args:
         loops: those whose results are ``given`` in the graph.
         block: the graph is a block's: arrays keep their places, sums are in place.
+        known: the graph's anchors, if they are known.
     """
-    partition = Partition(outs, target, loops)
+    partition = Partition(outs, target, loops, known)
     arrangement = Arrangement(partition, target, inputs, outs, donated)
     if not block:
         merge_updates(arrangement)
@@ -160,8 +168,8 @@ def trials(
 ) -> list[Trial]:
     """The kernels of a graph whose schedules have something to choose, each once."""
     found = _loops(outs, target)
-    around = in_stages(found.outs, target)
-    groups = arrange(around, target, inputs, donated, found.loops).groups()
+    around, known = found.known or (in_stages(found.outs, target), None)
+    groups = arrange(around, target, inputs, donated, found.loops, known=known).groups()
     tried: dict[str, Trial] = {}
     while groups:
         g = groups.pop(0)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from ..ir import expr as E
 from ..ir.stage import Stage, retarget, topo_stages
+from .anchors import Anchored
 from .member import contract_parts, scatter_parts
 from .online_runs import may_be_product
-from .partition import Partition
 from .scan_form import scan_parts
 from .shares import Shares, combined
 from .split_online import find_pairs, held_shares, rescaled
@@ -42,7 +42,7 @@ def split_long(outs: Sequence[Stage], target: Target) -> list[Stage]:
     whole: set[Stage] = set()
     if any(_of_a_product(s) for s in long):
         # What runs along a product is cut by a schedule of its own.
-        whole = set(Partition(outs, target).online.runs)
+        whole = set(Anchored(outs, target).online.runs)
         pairs = {s: m for s, m in pairs.items() if not {s, m} & whole}
     new: dict[Stage, Stage] = {}
     cut: dict[Stage, Shares] = {}  # a maximum in two stages → what it was made from
