@@ -46,6 +46,44 @@ from .tracing import (
 # ------------------------------------------------------------------ compile
 
 
+class _Known:
+    """What a signature gave, and how to tell that a call is of it."""
+
+    def __init__(self, traced: Traced, plan: Plan, donated: list[int]):
+        self.traced, self.plan, self.donated = traced, plan, donated
+        loads = [n for c in traced.checks for n in E.loads(c.index, *c.guards)]
+        read = set(topo_stages([n.data for n in loads]))
+        # Inputs that decide about ids.
+        self.looked = [k for k, s in enumerate(traced.inputs) if s in read]
+        self.ids = [traced.inputs[k] for k in self.looked]
+
+    def seen(self, arrays: Sequence[Array], structure: tree.Structure) -> None:
+        """Note a call of this signature whose leaves are all arrays."""
+        self.structure = structure
+        self.shapes = [a.shape for a in arrays]
+        self.dtypes = [a.dtype for a in arrays]
+
+    def fits(self, leaves: list[Any], structure: tree.Structure, device: Any) -> bool:
+        """Whether a call is like the one that was seen, and runs now."""
+        if (
+            self.plan.device is not device
+            or set(map(type, leaves)) != _ARRAYS
+            or [a.shape for a in leaves] != self.shapes
+            or [a.dtype for a in leaves] != self.dtypes
+            or structure != self.structure
+        ):
+            return False
+        # The next one's is mostly the same object, which is equal at once.
+        self.structure = structure
+        for a in leaves:
+            if a._buffer is None and (a._host is None or a._donated):
+                return False
+        return True
+
+
+_ARRAYS = {Array}
+
+
 class Compiled:
     """A function traced once a signature, then one replayed plan."""
 
@@ -58,7 +96,8 @@ class Compiled:
         parameters = self._parameters.parameters.values()
         plain = all(p.kind == p.POSITIONAL_OR_KEYWORD for p in parameters)
         self._plain = [p.name for p in parameters] if plain else None
-        self._plans: dict[Any, tuple[Traced, Plan, list[int]]] = {}
+        self._plans: dict[Any, _Known] = {}
+        self._latest: _Known | None = None
         #: what the last new signature gave
         self.last_traced: Traced | None = None
         unknown = [d for d in donate if d not in self._parameters.parameters]
@@ -118,33 +157,43 @@ class Compiled:
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         arguments = self.arguments(args, keywords)
         leaves, structure = tree.flatten(arguments)
-        arrays = [as_leaf(x) for x in leaves]
-        if any(a is not None and a.symbolic for a in arrays):
-            return self._call(arguments)
-        key = (
-            id(current_device()),
-            structure,
-            tuple(
-                (a.shape, a.dtype.name, a is not x and is_number(x))
-                if a is not None
-                else ("static", hashable(x))
-                for a, x in zip(arrays, leaves, strict=True)
-            ),
-        )
-        found = self._plans.get(key)
-        if found is None or found[1].device is not current_device():
-            found = self._plans[key] = self._plan(arguments)
-        traced, plan, donated = found
-        given = [a for a in arrays if a is not None]
+        device = current_device()
+        known = self._latest
+        if known is not None and known.fits(leaves, structure, device):
+            given: list[Array] = leaves
+        else:
+            arrays = [as_leaf(x) for x in leaves]
+            if any(a is not None and a.symbolic for a in arrays):
+                return self._call(arguments)
+            key = (
+                id(device),
+                structure,
+                tuple(
+                    (a.shape, a.dtype.name, a is not x and is_number(x))
+                    if a is not None
+                    else ("static", hashable(x))
+                    for a, x in zip(arrays, leaves, strict=True)
+                ),
+            )
+            known = self._plans.get(key)
+            if known is None or known.plan.device is not device:
+                known = self._plans[key] = self._plan(arguments)
+            given = [a for a in arrays if a is not None]
+            if all(type(x) is Array for x in leaves):
+                known.seen(leaves, structure)
+                self._latest = known
+        traced, plan, donated = known.traced, known.plan, known.donated
         if traced.checks:
-            check_ids(traced.checks, traced.inputs, given)
-        device = plan.device
+            looked = [given[k] for k in known.looked]
+            check_ids(traced.checks, known.ids, looked)
         buffers = [
             b if (b := a._buffer) is not None and b.device is device else a.buffer()
             for a in given
         ]
         for k in donated:
-            given[k].donate()
+            a = given[k]
+            a._donated = True
+            a._buffer = a._host = None
         try:
             results = plan(buffers, {})
         except BaseException:
@@ -152,10 +201,9 @@ class Compiled:
             for k in donated:
                 given[k].restore(buffers[k])
             raise
-        ids.note(traced.made, results[len(traced.outs) :])
-        return traced.results(
-            [Array.of_buffer(b, s.shape, s.dtype) for b, s in zip(results, traced.outs)]
-        )
+        if traced.made:
+            ids.note(traced.made, results[len(traced.outs) :])
+        return traced.results(Array.of_buffers(results, traced.kinds))
 
     def trace(self, arguments: dict[str, Any]) -> tuple[Traced, frozenset[int]]:
         """The function on placeholders, and which of its inputs are donated."""
@@ -169,11 +217,11 @@ class Compiled:
             k += count
         return traced, frozenset(donated)
 
-    def _plan(self, arguments: dict[str, Any]) -> tuple[Traced, Plan, list[int]]:
+    def _plan(self, arguments: dict[str, Any]) -> _Known:
         traced, donated = self.trace(arguments)
         self.last_traced = traced
         plan = plan_for([*traced.outs, *traced.flags], traced.inputs, donated)
-        return traced, plan, sorted(donated)
+        return _Known(traced, plan, sorted(donated))
 
 
 def compile(

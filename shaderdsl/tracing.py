@@ -12,7 +12,7 @@ import numpy as np
 
 from . import tree
 from .array import Array, asarray, is_number
-from .dtypes import dtype_name
+from .dtypes import DTYPES, dtype_name
 from .engine import captured_inputs, lock, placeholder, plan_for
 from .errors import (
     DTypeError,
@@ -258,6 +258,8 @@ class Traced:
         self.leaves = leaves
         self._calls = 0
         self._build: Callable[[list[Any]], Any] | None = None
+        #: Shapes and dtypes of the results.
+        self.kinds = [(s.shape, DTYPES[s.dtype]) for s in self.outs]
         #: Checks of ids that the function computes, and what decides them.
         self.made = made_inside(self.checks)
         with lock:
@@ -265,9 +267,12 @@ class Traced:
 
     def results(self, arrays: Sequence[Array]) -> Any:
         """The function's result with these arrays in place of the symbols."""
-        leaves = list(self.result_leaves)
-        for k, a in zip(self.out_positions, arrays, strict=True):
-            leaves[k] = a
+        if len(self.out_positions) == len(self.result_leaves) == len(arrays):
+            leaves = list(arrays)
+        else:
+            leaves = list(self.result_leaves)
+            for k, a in zip(self.out_positions, arrays, strict=True):
+                leaves[k] = a
         if self._build is None:
             self._calls += 1
             if self._calls < 3:

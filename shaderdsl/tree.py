@@ -19,6 +19,8 @@ _registry: dict[
 
 # Classes whose objects never change, so that what they flatten to is kept with them.
 _frozen: set[type] = set()
+# Those of them whose objects may begin with that alone.
+_lazy: set[type] = set()
 # Where it is kept: not a field, and nothing that equality or copies look at.
 _KEPT = "_flattened"
 
@@ -29,6 +31,7 @@ def register(
     build: Callable[[Any, list[Any]], Any],
     *,
     frozen: bool = False,
+    lazy: bool = False,
 ) -> None:
     """Make a class a pytree. ``parts`` gives children and a hashable rest; ``build`` is
     its inverse.
@@ -36,10 +39,14 @@ def register(
     Args:
         frozen: objects never change and have a ``__dict__``; a loop that hands them
             from call to call then takes them apart once.
+        lazy: such objects may begin without attributes; the class calls `fill` when
+            one is missing.
     """
     _registry[cls] = (parts, build)
     if frozen:
         _frozen.add(cls)
+    if frozen and lazy:
+        _lazy.add(cls)
 
 
 def registered(x: Any) -> bool:
@@ -138,7 +145,7 @@ def builder(structure: Structure) -> Callable[[list[Any]], Any]:
     It is one expression, written out and compiled: for a loop, which builds the same
     tree again and again.
     """
-    names: dict[str, Any] = {"keep": _keep}
+    names: dict[str, Any] = {"keep": _keep, "begin": _begin}
 
     def name(stem: str, value: Any) -> str:
         names[f"{stem}{len(names)}"] = value
@@ -150,6 +157,8 @@ def builder(structure: Structure) -> Callable[[list[Any]], Any]:
         if s.kind == "none":
             return "None"
         whole = outer and s.kind in _frozen and s.frozen
+        if whole and s.kind in _lazy:
+            return f"begin(x[{at}:{at + s.leaves}], {name('s', s)})"
         parts = []
         start = at
         for c in s.children:
@@ -175,11 +184,34 @@ def builder(structure: Structure) -> Callable[[list[Any]], Any]:
     return build
 
 
+def _begin(leaves: list[Any], s: Structure) -> Any:
+    """An object that is filled when somebody looks at it."""
+    if not _plain(leaves):
+        return _build(s, iter(leaves))
+    x = object.__new__(s.kind)
+    x.__dict__[_KEPT] = (leaves, s)
+    return x
+
+
+def fill(x: Any) -> bool:
+    """Give an object of a lazy class its attributes, if it began without them."""
+    own = x.__dict__
+    if _KEPT not in own:
+        return False
+    leaves, s = own[_KEPT]
+    own |= _build(s, iter(leaves), False).__dict__
+    return True
+
+
+def _plain(leaves: list[Any]) -> bool:
+    """Whether no leaf was replaced by what is none itself."""
+    kinds = {type(leaf) for leaf in leaves}
+    return kinds.isdisjoint(_INNER) and kinds.isdisjoint(_registry)
+
+
 def _keep(x: Any, leaves: list[Any], s: Structure) -> Any:
     """Keep with an object that never changes what it flattens to."""
-    # A leaf may have been replaced by what is none itself.
-    kinds = {type(leaf) for leaf in leaves}
-    if kinds.isdisjoint(_INNER) and kinds.isdisjoint(_registry):
+    if _plain(leaves):
         x.__dict__[_KEPT] = (leaves, s)
     return x
 

@@ -45,7 +45,7 @@ def values(model):
 
 
 def program(compiled):
-    return next(iter(compiled._plans.values()))[1].program
+    return next(iter(compiled._plans.values())).plan.program
 
 
 def adamw(ps, gs, ms, vs, t, lr=0.01, wd=0.01, clip=1.0):

@@ -30,6 +30,24 @@ def static(*, default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"static": True}, kw_only=True)
 
 
+class _Field:
+    """A field in its class, which an object's own values hide once it has them.
+
+    What a compiled function returns is mostly handed to the next call as it is, so it
+    begins without attributes and gets them when the first one is asked for.
+    """
+
+    def __init__(self, name: str, default: Any):
+        self.name, self.default = name, default
+
+    def __get__(self, owner: Any, cls: type) -> Any:
+        if owner is not None and tree.fill(owner):
+            return owner.__dict__[self.name]
+        if owner is None and self.default is not dataclasses.MISSING:
+            return self.default
+        raise AttributeError(f"{cls.__name__!r} object has no attribute {self.name!r}")
+
+
 @dataclass_transform(
     eq_default=False, frozen_default=True, field_specifiers=(static, dataclasses.field)
 )
@@ -69,7 +87,9 @@ class Module:
             new.__dict__.update(zip(names, (*key, *values), strict=True))
             return new
 
-        tree.register(cls, parts, build, frozen=True)
+        for f in dataclasses.fields(cls):  # type: ignore[arg-type]
+            setattr(cls, f.name, _Field(f.name, f.default))
+        tree.register(cls, parts, build, frozen=True, lazy=True)
 
     def replace(self, **changes: Any) -> Any:
         """The same module with other values in these fields."""

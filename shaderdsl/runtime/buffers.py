@@ -294,14 +294,13 @@ class Buffer:
     Attributes:
         device: where it lies.
         nbytes: size of the data in bytes, possibly 0.
-        consumed: whether it was donated and is no longer to be used.
-        key: names the memory and the place in it; equal keys are equal memory.
+        key: ``(serial, offset, nbytes)``: equal keys are the same bytes.  None once it
+            was consumed.
     """
 
     __slots__ = (
         "__weakref__",
         "allocation",
-        "consumed",
         "device",
         "key",
         "nbytes",
@@ -313,8 +312,12 @@ class Buffer:
     ):
         self.device, self.allocation = device, allocation
         self.nbytes, self.offset = nbytes, offset
-        self.key = (allocation.serial, offset)
-        self.consumed = False
+        self.key: tuple[int, int, int] | None = (allocation.serial, offset, nbytes)
+
+    @property
+    def consumed(self) -> bool:
+        """Whether it was donated and is no longer to be used."""
+        return self.key is None
 
     @property
     def handle(self) -> Any:
@@ -323,8 +326,8 @@ class Buffer:
 
     def consume(self) -> None:
         """Give the memory up: it belongs to an output now, or goes back to the pool."""
-        if not self.consumed:
-            self.consumed = True
+        if self.key is not None:
+            self.key = None
             del self.allocation
 
     def alias(self) -> Buffer:
@@ -374,6 +377,32 @@ class Buffer:
                 f"{device.name}",
                 cure="convert the array with .numpy() and pass that",
             )
+
+
+def handed_out(
+    device: Device,
+    memory: Sequence[Allocation],
+    places: Sequence[tuple[int, int, int]],
+) -> list[Buffer]:
+    """A buffer for each ``(number of its memory, offset, nbytes)``."""
+    # Written out: a replay makes hundreds.
+    new, out = Buffer.__new__, []
+    for number, offset, nbytes in places:
+        buffer = new(Buffer)
+        buffer.device, buffer.allocation = device, memory[number]
+        buffer.nbytes, buffer.offset = nbytes, offset
+        buffer.key = (buffer.allocation.serial, offset, nbytes)
+        out.append(buffer)
+    return out
+
+
+def consume_all(buffers: Sequence[Buffer], positions: Sequence[int]) -> None:
+    """`Buffer.consume` for those at these positions."""
+    for position in positions:
+        buffer = buffers[position]
+        if buffer.key is not None:
+            buffer.key = None
+            del buffer.allocation
 
 
 def bound_bytes(nbytes: int) -> int:

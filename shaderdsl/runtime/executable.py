@@ -15,9 +15,17 @@ from ..errors import CompilerError
 from . import profiling
 from .adapters import library
 from .arenas import Copy, Memory, gather
-from .buffers import Allocation, Buffer, Bundle, bound_bytes, new_serial
+from .buffers import (
+    Allocation,
+    Buffer,
+    Bundle,
+    bound_bytes,
+    consume_all,
+    handed_out,
+    new_serial,
+)
 from .device import Executable
-from .launch import Step, handles, launch
+from .launch import Move, Step, encode, handles
 from .plan import MemoryPlan, Place, check_limits, pack_params, plan_memory
 from .replay import KEEP, Encoded, Parts, Replay, Replays
 
@@ -76,7 +84,7 @@ class WgpuExecutable(Executable):
             for (i, kernel), pipeline in zip(work, pipelines)
         ]
         self._lock = threading.Lock()
-        self._sizes = [stage.nbytes for stage in program.inputs]
+        self._given = sorted(program.donated)
         self._out_sizes = [stage.nbytes for stage in program.outputs]
         self._twin_lists: dict[int, list[int | None]] = {}
         self._replays = Replays()
@@ -86,33 +94,31 @@ class WgpuExecutable(Executable):
     def __call__(
         self, inputs: Sequence[Buffer], scalars: Mapping[str, float] | None = None
     ) -> list[Buffer]:
-        device, program = self.device, self.program
+        device = self.device
         device.check()
-        if len(inputs) != len(program.inputs):
-            raise CompilerError(
-                f"{len(inputs)} inputs were given to a program of {len(program.inputs)}"
-            )
-        for buffer, nbytes in zip(inputs, self._sizes):
-            if buffer.consumed or buffer.device is not device:
-                buffer.require(device)
-            if buffer.nbytes != nbytes:
-                self._refuse(inputs)
         words = self._block.fill(scalars or {})
-        replay = self._replays.find(inputs)
-        bundle = None
+        replay, memory = self._replays.find(inputs)
         try:
-            if replay is None:
+            if replay is None or memory is None:
+                self._check(inputs)
                 return self._first(inputs, words)
-            bundle = device.pool.borrow(self._owner, self._temps(replay.plan)[1])
-            return self._again(replay, inputs, bundle, words)
+            bundle = device.pool.borrow(self._owner, replay.temps[1])
+            try:
+                return self._again(replay, memory, inputs, bundle, words)
+            finally:
+                device.pool.give_back(self._owner, bundle)
         except wgpu.GPUError as error:
             raise device.translate(error, "a launch") from error
-        finally:
-            if bundle is not None:
-                device.pool.give_back(self._owner, bundle)
 
-    def _refuse(self, inputs: Sequence[Buffer]) -> None:
-        for buffer, stage in zip(inputs, self.program.inputs):
+    def _check(self, inputs: Sequence[Buffer]) -> None:
+        """Refuse inputs of another number or size, consumed or elsewhere."""
+        stages = self.program.inputs
+        if len(inputs) != len(stages):
+            raise CompilerError(
+                f"{len(inputs)} inputs were given to a program of {len(stages)}"
+            )
+        for buffer, stage in zip(inputs, stages):
+            buffer.require(self.device)
             if buffer.nbytes != stage.nbytes:
                 raise CompilerError(
                     f"a buffer of {buffer.nbytes} B was given for {stage.name} of "
@@ -122,10 +128,10 @@ class WgpuExecutable(Executable):
     def _first(self, inputs: Sequence[Buffer], words: bytes) -> list[Buffer]:
         """A call whose inputs lie as they never did before."""
         pool = self.device.pool
-        seen = Counter(buffer.key[0] for buffer in inputs)
+        seen = Counter(buffer.allocation.serial for buffer in inputs)
         donated = self._donated(inputs, seen)
         plan = self._plan(donated)
-        slots, sizes = self._temps(plan)
+        temps, outputs = _of_kind(plan, "temp"), _of_kind(plan, "output")
         # Temporaries are asked for first: they come back at once, so they get the same
         # memory in each call, while outputs change with what the caller keeps.
         memory: list[Any] = [(b.allocation, b.offset) for b in inputs]
@@ -136,14 +142,15 @@ class WgpuExecutable(Executable):
                 arena, inputs, self.program.donated, seen, pool
             )
             copies += more
-        bundle = pool.borrow(self._owner, sizes)
+        bundle = pool.borrow(self._owner, temps[1])
         try:
-            for slot, allocation in zip(slots, bundle.allocations):
+            for slot, allocation in zip(temps[0], bundle.allocations):
                 memory[slot] = (allocation, 0)
-            made = [i for i, slot in enumerate(plan.slots) if slot.kind == "output"]
-            for i in made:
-                memory[i] = (pool.acquire(plan.slots[i].nbytes), 0)
-            state = [(b.allocation.shared, b.allocation.parts) for b in inputs]
+            fresh = [pool.acquire(nbytes) for nbytes in outputs[1]]
+            for slot, allocation in zip(outputs[0], fresh):
+                memory[slot] = (allocation, 0)
+            held = [b.allocation for b in inputs]
+            shared, divided = [a.shared for a in held], [a.parts for a in held]
             key = tuple([b.key for b in inputs])
             encoded = self._encode(self._bind(plan, memory))
             # Noted while the temporaries are held: they count.
@@ -153,46 +160,64 @@ class WgpuExecutable(Executable):
         results = self._results(plan, inputs, memory, donated)
         parts = self._note_parts(plan, results, memory, len(inputs), donated)
         if not copies:
-            arenas = [(a.slot, a.parts[0][0], a.parts[0][1]) for a in plan.arenas]
-            replay = Replay(plan, donated, state, arenas, slots, made, parts)
-            replay.encoded[self._acquired(bundle, [memory[i][0] for i in made])] = (
-                encoded
+            number = {a.serial: k for k, a in enumerate([*held, *fresh])}
+            alone = len({b.key for b in results}) == len(results) and not any(
+                slot < len(inputs) and slot not in donated for slot, _ in plan.outputs
             )
+            replay = Replay(
+                plan,
+                donated,
+                shared,
+                divided,
+                [(a.slot, a.parts[0][0], a.parts[0][1]) for a in plan.arenas],
+                temps,
+                outputs,
+                [(number[b.allocation.serial], b.offset, b.nbytes) for b in results]
+                if alone
+                else None,
+                [(number[memory[slot][0].serial], p) for slot, p in parts],
+            )
+            replay.encoded[self._acquired(bundle, fresh)] = encoded
             with self._lock:
                 self._replays.add(key, replay)
-        self._consume(inputs)
+        consume_all(inputs, self._given)
         return results
 
     def _again(
-        self, replay: Replay, inputs: Sequence[Buffer], bundle: Bundle, words: bytes
+        self,
+        replay: Replay,
+        held: list[Allocation],
+        inputs: Sequence[Buffer],
+        bundle: Bundle,
+        words: bytes,
     ) -> list[Buffer]:
-        """A call whose inputs lie as an earlier call's did."""
-        pool, plan = self.device.pool, replay.plan
-        fresh = [pool.acquire(plan.slots[i].nbytes) for i in replay.outputs]
+        """A call whose inputs lie as an earlier call's did, in memory ``held``."""
+        acquire = self.device.pool.acquire
+        fresh = [acquire(nbytes) for nbytes in replay.outputs[1]]
         acquired = self._acquired(bundle, fresh)
-        memory = replay.memory(inputs, bundle, fresh)
         encoded = replay.encoded.get(acquired)
         if encoded is None:
-            encoded = self._encode(self._bind(plan, memory))
+            memory = replay.memory(inputs, bundle, fresh)
+            encoded = self._encode(self._bind(replay.plan, memory))
             with self._lock:
                 replay.encoded[acquired] = encoded
                 if len(replay.encoded) > KEEP:
                     replay.encoded.popitem(last=False)
         self._note(self._run(encoded, words, []))
-        results = self._results(plan, inputs, memory, replay.donated)
-        for slot, parts in replay.parts:
-            memory[slot][0].parts = parts
-        self._consume(inputs)
+        held += fresh
+        if replay.results is None:
+            memory = replay.memory(inputs, bundle, fresh)
+            results = self._results(replay.plan, inputs, memory, replay.donated)
+        else:
+            results = handed_out(self.device, held, replay.results)
+        for number, parts in replay.parts:
+            held[number].parts = parts
+        consume_all(inputs, self._given)
         return results
 
     @staticmethod
     def _acquired(bundle: Bundle, fresh: Sequence[Allocation]) -> tuple[int, ...]:
         return (bundle.serial, *[a.serial for a in fresh])
-
-    def _temps(self, plan: MemoryPlan) -> tuple[list[int], list[int]]:
-        """Slots of a plan's temporaries, and their sizes."""
-        slots = [i for i, slot in enumerate(plan.slots) if slot.kind == "temp"]
-        return slots, [plan.slots[i].nbytes for i in slots]
 
     def _note(self, seconds: list[float] | None) -> None:
         if profiling.active():
@@ -201,10 +226,6 @@ class WgpuExecutable(Executable):
                 self.device.pool.live_bytes,
                 seconds,
             )
-
-    def _consume(self, inputs: Sequence[Buffer]) -> None:
-        for position in self.program.donated:
-            inputs[position].consume()
 
     def forget(self) -> None:
         """Drop cached bind groups, which keep their buffers from being freed."""
@@ -219,7 +240,7 @@ class WgpuExecutable(Executable):
         refused = [
             i
             for i in self._loose
-            if seen[inputs[i].key[0]] != 1
+            if seen[inputs[i].allocation.serial] != 1
             or inputs[i].allocation.shared
             or inputs[i].allocation.parts is not None
         ]
@@ -295,12 +316,7 @@ class WgpuExecutable(Executable):
                 seconds += self._run_timed(start, groups[start:stop], words, copies)
                 copies = []
             return seconds
-        encoder = self.device.gpu.create_command_encoder()
-        _copy(encoder, copies)
-        compute = encoder.begin_compute_pass()
-        launch(compute, encoded.steps)
-        compute.end()
-        self._submit(encoder.finish(), words)
+        self._submit(encode(self.device.gpu, encoded.steps, _moves(copies)), words)
         return None
 
     def _submit(self, commands: Any, words: bytes) -> None:
@@ -323,7 +339,8 @@ class WgpuExecutable(Executable):
             usage=wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC,
         )
         encoder = gpu.create_command_encoder()
-        _copy(encoder, copies)
+        for move in _moves(copies):
+            encoder.copy_buffer_to_buffer(*move)
         for i, group in enumerate(groups):
             step = self._steps[start + i]
             compute = encoder.begin_compute_pass(
@@ -408,9 +425,15 @@ class WgpuExecutable(Executable):
         return told
 
 
-def _copy(encoder: Any, copies: list[Copy]) -> None:
-    for copy in copies:
-        (source, start), (target, offset) = copy.source, copy.target
-        encoder.copy_buffer_to_buffer(
-            source.handle, start, target.handle, offset, copy.nbytes
-        )
+def _moves(copies: list[Copy]) -> list[Move]:
+    return [
+        (source.handle, start, target.handle, offset, copy.nbytes)
+        for copy in copies
+        for (source, start), (target, offset) in [(copy.source, copy.target)]
+    ]
+
+
+def _of_kind(plan: MemoryPlan, kind: str) -> tuple[list[int], list[int]]:
+    """Slots of a kind, and their sizes."""
+    slots = [i for i, slot in enumerate(plan.slots) if slot.kind == kind]
+    return slots, [plan.slots[i].nbytes for i in slots]

@@ -15,20 +15,34 @@ from .adapters import library
 #: Pipeline (None: the one before), bind group, and the workgroups.
 Step = tuple[Any, Any, int, int, int]
 
-lib, ffi = library.raw, library.ffi
+#: Source, its offset, target, its offset, bytes.
+Move = tuple[Any, int, Any, int, int]
 
-_NAMES = ("SetPipeline", "SetBindGroup", "DispatchWorkgroups")
-_set_pipeline, _set_group, _dispatch = (
-    getattr(lib, f"wgpuComputePassEncoder{name}", None) for name in _NAMES
+lib, ffi, backend = library.raw, library.ffi, library.backend
+
+_FUNCTIONS: tuple[Any, ...] = tuple(
+    getattr(lib, f"wgpu{name}", None)
+    for name in (
+        "DeviceCreateCommandEncoder",
+        "CommandEncoderCopyBufferToBuffer",
+        "CommandEncoderBeginComputePass",
+        "ComputePassEncoderSetPipeline",
+        "ComputePassEncoderSetBindGroup",
+        "ComputePassEncoderDispatchWorkgroups",
+        "ComputePassEncoderRelease",
+        "CommandEncoderRelease",
+    )
 )
+_encoder, _copy, _begin, _set_pipeline, _set_group, _dispatch, *_rest = _FUNCTIONS
+_release_pass, _release = _rest
 _NULL = ffi.NULL
 
 #: Whether the C functions are there.
-DIRECT = None not in (_set_pipeline, _set_group, _dispatch)
+DIRECT = None not in _FUNCTIONS
 
 
 def handles(steps: Sequence[Step]) -> list[Step]:
-    """Steps of wgpu-py's objects as `launch` takes them."""
+    """Steps of wgpu-py's objects as `encode` takes them."""
     if not DIRECT:
         return list(steps)
     return [
@@ -37,24 +51,43 @@ def handles(steps: Sequence[Step]) -> list[Step]:
     ]
 
 
-def launch(compute: Any, steps: Sequence[Step]) -> None:
-    """Encode steps, made by `handles`, into one of wgpu-py's compute passes."""
+def encode(gpu: Any, steps: Sequence[Step], moves: Sequence[Move] = ()) -> Any:
+    """A command buffer of copies, then one compute pass of steps made by `handles`."""
     if not DIRECT:
+        return _encode_slowly(gpu, steps, moves)
+    set_pipeline, set_group, dispatch = _set_pipeline, _set_group, _dispatch
+    encoder = _encoder(gpu._internal, _NULL)
+    try:
+        for source, start, target, offset, nbytes in moves:
+            _copy(encoder, source._internal, start, target._internal, offset, nbytes)
+        if steps:
+            compute = _begin(encoder, _NULL)
+            for pipeline, group, x, y, z in steps:
+                if pipeline is not None:
+                    set_pipeline(compute, pipeline)
+                set_group(compute, 0, group, 0, _NULL)
+                dispatch(compute, x, y, z)
+            backend.libf.wgpuComputePassEncoderEnd(compute)
+            _release_pass(compute)
+        raw = backend.libf.wgpuCommandEncoderFinish(encoder, _NULL)
+    finally:
+        _release(encoder)
+    return backend.GPUCommandBuffer("", raw, gpu)
+
+
+def _encode_slowly(gpu: Any, steps: Sequence[Step], moves: Sequence[Move]) -> Any:
+    encoder = gpu.create_command_encoder()
+    for move in moves:
+        encoder.copy_buffer_to_buffer(*move)
+    if steps:
+        compute = encoder.begin_compute_pass()
         for pipeline, group, x, y, z in steps:
             if pipeline is not None:
                 compute.set_pipeline(pipeline)
             compute.set_bind_group(0, group)
             compute.dispatch_workgroups(x, y, z)
-        return
-    raw = compute._internal
-    set_pipeline: Any = _set_pipeline
-    set_group: Any = _set_group
-    dispatch: Any = _dispatch
-    for pipeline, group, x, y, z in steps:
-        if pipeline is not None:
-            set_pipeline(raw, pipeline)
-        set_group(raw, 0, group, 0, _NULL)
-        dispatch(raw, x, y, z)
+        compute.end()
+    return encoder.finish()
 
 
 #: Whether shader modules can go without the checks that the library writes into them.

@@ -33,6 +33,7 @@ class Library(Protocol):
         subgroups: the feature of subgroups.
         standard: whether texts must say ``enable subgroups;``.
         raw, ffi: its C functions.
+        backend: the module that wraps them; its ``libf`` raise what goes wrong.
         optional: features that a device takes where the adapter has them.
     """
 
@@ -43,6 +44,7 @@ class Library(Protocol):
     standard: bool
     raw: Any
     ffi: Any
+    backend: Any
     optional: tuple[str, ...]
 
     def open(
@@ -102,7 +104,8 @@ class _Native:
 
     def __init__(self, api: Any):
         native = importlib.import_module("wgpu.backends.wgpu_native")
-        self._checked = importlib.import_module(f"{native.__name__}._api").libf
+        self.backend = importlib.import_module(f"{native.__name__}._api")
+        self._checked = self.backend.libf
         self.api, self.raw, self.ffi = api, native.lib, native.ffi
         self.version = f"wgpu {api.__version__}"
         # What the driver's callback is told is a number: whoever asked may be gone.
@@ -197,6 +200,7 @@ class _Dawn:
     def __init__(self, api: Any):
         dawn = importlib.import_module("wgpudawn.backends.dawn")
         self._extras = importlib.import_module(f"{dawn.__name__}.extras")
+        self.backend = importlib.import_module(f"{dawn.__name__}._api")
         self.api, self.raw, self.ffi = api, dawn.lib, dawn.ffi
         self.version = f"wgpudawn {api.__version__}"
         # A program that used wgpudawn before has an instance: without matrices.

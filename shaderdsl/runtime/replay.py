@@ -37,31 +37,30 @@ class Encoded:
 class Replay:
     """One arrangement of a program's inputs.
 
+    Memory is numbered here: that of each input, then what is acquired for outputs.
+
     Attributes:
         donated: inputs whose memory nobody else sees.
-        state: for each input whether its memory is shared, and its parts.
+        shared, divided: for each input whether its memory is shared, and its parts.
         arenas: for each arena the input that begins it, and how far before it.
-        temps, outputs: slots of what a call acquires.
-        parts: what the memory of slots is divided into afterwards.
+        temps: slots of temporaries, and their sizes.
+        outputs: slots of outputs that lie in no input, and their sizes.
+        results: for each output ``(memory, offset, nbytes)``; None where two of them
+            show the same bytes, or one shows those of an input that stays.
+        parts: what memory is divided into afterwards.
         encoded: by the memory that was acquired.
     """
 
     plan: MemoryPlan
     donated: frozenset[int]
-    state: list[tuple[bool, Parts]]
+    shared: list[bool]
+    divided: list[Parts]
     arenas: list[tuple[int, int, int]]
-    temps: list[int]
-    outputs: list[int]
+    temps: tuple[list[int], list[int]]
+    outputs: tuple[list[int], list[int]]
+    results: list[tuple[int, int, int]] | None
     parts: list[tuple[int, Parts]]
     encoded: OrderedDict[tuple[int, ...], Encoded] = field(default_factory=OrderedDict)
-
-    def fits(self, inputs: Sequence[Buffer]) -> bool:
-        """Whether nobody else sees more or less of the inputs' memory than before."""
-        for buffer, (shared, parts) in zip(inputs, self.state):
-            a = buffer.allocation
-            if a.shared is not shared or (a.parts is not parts and a.parts != parts):
-                return False
-        return True
 
     def memory(
         self,
@@ -75,9 +74,9 @@ class Replay:
         for slot, position, before in self.arenas:
             first = inputs[position]
             memory[slot] = (first.allocation, first.offset - before)
-        for slot, allocation in zip(self.temps, bundle.allocations):
+        for slot, allocation in zip(self.temps[0], bundle.allocations):
             memory[slot] = (allocation, 0)
-        for slot, allocation in zip(self.outputs, outputs):
+        for slot, allocation in zip(self.outputs[0], outputs):
             memory[slot] = (allocation, 0)
         return memory
 
@@ -88,10 +87,23 @@ class Replays:
     def __init__(self) -> None:
         self._known: OrderedDict[Any, Replay] = OrderedDict()
 
-    def find(self, inputs: Sequence[Buffer]) -> Replay | None:
-        """What is known of inputs that lie like these."""
+    def find(
+        self, inputs: Sequence[Buffer]
+    ) -> tuple[Replay, list[Allocation]] | tuple[None, None]:
+        """What is known of inputs that lie like these, and their memory."""
         found = self._known.get(tuple([b.key for b in inputs]))
-        return found if found is not None and found.fits(inputs) else None
+        if found is None:
+            return None, None
+        try:
+            memory = [b.allocation for b in inputs]
+        except AttributeError:  # Consumed by another thread just now.
+            return None, None
+        # Nobody else may see more or less of the memory than before.
+        if [a.shared for a in memory] != found.shared:
+            return None, None
+        if [a.parts for a in memory] != found.divided:
+            return None, None
+        return found, memory
 
     def add(self, key: Any, replay: Replay) -> None:
         """Remember one."""
