@@ -217,7 +217,7 @@ def test_memory_stays(device):
         assert p.peak_bytes <= live + 10 * 64 * 64 * 4 + 4096
     again = [x.buffer().key for x in (*model.parameters, *state.first.parameters)]
     assert again == places
-    assert len({serial for serial, _ in places}) == 2
+    assert len({serial for serial, *_ in places}) == 2
 
 
 def test_views_of_an_arena_elsewhere(device):
