@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .online_masks import scores_agree
 from .online_plan import Online, analyse
 from .online_registers import choose_rows, registers
 from .online_shape import choose_tiles
 from .online_split import split_kernels
 from .online_stream import streamed
-from .online_stream_parts import scores_agree
 from .online_stream_shape import choose_stream
 from .online_tiled import tiled
 from .partition import Group

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .contract_tile import plus
-from .online_plan import Axes, Online, Sum, line_bounds, steps_of
+from .online_masks import Masks
+from .online_plan import Axes, Online, Sum, steps_of
 from .program import Scratch
 from .writer import WIDTH, Writer
 
@@ -93,31 +94,14 @@ class Shares:
         self.batch = batch
         self.axes.place({a: a for q in o.batch for a in q}, o.batch, batch, 0)
         w.line(f"let top = {tile} * {p.rows}u;")
-        start, stop = self.bounds()
+        ends = (self.row_end, w.extent([o.line]))
+        start, stop = Masks(o, self.axes, p.rows, ends).bounds(0)
         pieces = w.param(("pieces",), p.count, stem="pieces")
         w.line(f"let first = {start};")
         w.line(f"let stop = {stop};")
         w.line("let span = select(0u, stop - first, stop > first);")
         w.line(f"let share = (span + {pieces} - 1u) / {pieces};")
         w.line(f"let per = max((share + {p.size - 1}u) / {p.size}u, 1u) * {p.size}u;")
-
-    def bounds(self) -> tuple[str, str]:
-        """First line and end of what the tile's rows see."""
-        o, w = self.o, self.w
-        start, stop, last = "0u", w.extent([o.line]), ""
-        firsts, ends = line_bounds(o)
-        for values, end in ((firsts, False), (ends, True)):
-            for e, sign in values:
-                low = sign < 0 if end else sign >= 0
-                if not low and not last:
-                    last = w.let(f"min(top + {self.p.rows}u, {self.row_end}) - 1u", 0)
-                copy = self.axes.at(o.row, "top" if low else last, 0)
-                v = w.let(f"u32(max({self.axes.value(e, copy)}, 0))", 0)
-                if end:
-                    stop = w.let(f"min({stop}, {v})", 0)
-                else:
-                    start = v if start == "0u" else w.let(f"max({start}, {v})", 0)
-        return start, stop
 
     def place(self, piece: str, row: str, offset: int, column: str = "") -> str:
         """Where a result lies, in vec4s."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from ..ir import expr as E
 from ..ir.expr import Expr
-from ..ir.indexmap import affine
 from ..ir.stage import Stage, product
 from .address import Address
 from .contract_plan import Copies
@@ -227,40 +226,6 @@ def _identity_guards(e: Expr) -> list[Expr]:
     if e.args[2].data != -math.inf:
         return []
     return [*conjuncts(e.args[0]), *_identity_guards(e.args[1])]
-
-
-def line_bounds(o: Online) -> tuple[list[tuple[Expr, int]], list[tuple[Expr, int]]]:
-    """First lines and ends that guards prove, as expressions of one row.
-
-    Each comes with the sign of the row in it: a bound that grows with the row is
-    loosest at the tile's last row (an end) or at its first one (a first line).
-    """
-    firsts: list[tuple[Expr, int]] = []
-    ends: list[tuple[Expr, int]] = []
-    for g in o.guards:
-        if g.kind != "apply" or g.data not in ("lt", "le", "eq"):
-            continue
-        if g.args[0].dtype != "i32" or g.args[1].dtype != "i32":
-            continue
-        sides = [(g.args[0], g.args[1], 0 if g.data == "lt" else 1)]
-        if g.data == "eq":
-            sides.append((g.args[1], g.args[0], 1))
-        for a, b, more in sides:
-            # a - b < more, solved for the line.
-            form = affine(a - b)
-            k = form.axes.get(o.line, 0)
-            row = form.axes.get(o.row, 0)
-            others = 0
-            for _, n in form.rest:
-                others |= n.free
-            if abs(k) != 1 or others & (1 << o.line | 1 << o.row):
-                continue
-            rest = E.substitute(a - b, {o.line: E.const(0)})
-            if k > 0:
-                ends.append((E.const(more) - rest, -row))
-            else:
-                firsts.append((rest - more + 1, row))
-    return firsts, ends
 
 
 class Axes(Copies):

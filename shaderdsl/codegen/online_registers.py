@@ -7,10 +7,12 @@ subgroup, and a line goes around by broadcast.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..ir import expr as E
 from ..ir.expr import Expr
 from .contract_registers import sharing_lanes
+from .online_masks import Masks, scores_agree, sum_value
 from .online_plan import (
     LOWEST,
     Axes,
@@ -21,7 +23,6 @@ from .online_plan import (
     column_of,
     exponential,
     is_one,
-    line_bounds,
     plain_tensors,
     steps_of,
 )
@@ -77,6 +78,8 @@ class _Registers:
         self.o, self.w, self.rows = o, w, rows
         self.axes = Axes(o, w)
         self.pieces: dict[int, list[int]] = {}
+        self.agree = o.score is not None and scores_agree(o)
+        self.exact = o.extent(o.line) % rows.step == 0
 
     def lines(self) -> list[str]:
         """The kernel's text."""
@@ -89,10 +92,13 @@ class _Registers:
             self.axes.place({a: a for a in o.outer}, [[a] for a in o.outer], "turn", 1)
         if self.turning():
             near = self.near()
-        first, stop = self.bounds()
+        first, stop = self.masks.bounds(1)
+        self.masks.prove()
+        n = self.rows.step
+        start = f"{first} / {n}u * {n}u" if first != "0u" else first
         w.open()
-        self.step(near, stop)
-        w.loop(f"for (var l = {first}; l < {stop}; l = l + {self.rows.step}u)")
+        self.step(near)
+        w.loop(f"for (var l = {start}; l < {stop}; l = l + {n}u)")
         close_turns(o, w)
         self.epilogue()
         return w.blocks[0]
@@ -113,6 +119,8 @@ class _Registers:
         w.line(f"if (tile >= {all_}) {{ return; }}")
         self.row_end = w.extent([o.row])
         self.line_end = w.extent([o.line])
+        ends = (self.row_end, self.line_end)
+        self.masks = Masks(o, self.axes, n, ends, self.rows.step, self.exact)
         self.axes.place(
             {a: a for q in o.batch for a in q}, o.batch, w.let(f"tile / {tiles}", 0), 0
         )
@@ -170,41 +178,26 @@ class _Registers:
             w.blocks[-1] += [f"var {n}: {kind};" for n in names]
             self.acc.append(names)
 
-    def bounds(self) -> tuple[str, str]:
-        """First line and end of what the workgroup's rows see."""
-        o, w = self.o, self.w
-        firsts, ends = line_bounds(o)
-        start, stop = "0u", self.line_end
-        last = ""
-        for values, which in ((firsts, "first"), (ends, "end")):
-            for e, sign in values:
-                low = (which == "first" and sign >= 0) or (which == "end" and sign < 0)
-                if not low and not last:
-                    last = w.let(
-                        f"min(top + {self.rows.size}u, {self.row_end}) - 1u", 0
-                    )
-                name = w.let("top", 0) if low else last
-                copy = self.axes.at(o.row, name, 0)
-                v = w.let(f"u32(max({self.axes.value(e, copy)}, 0))", 1)
-                if which == "end":
-                    stop = w.let(f"min({stop}, {v})", 1)
-                else:
-                    start = v if start == "0u" else w.let(f"max({start}, {v})", 1)
-        return start, stop
-
     # -------------------------------------------------------------- a step
 
     def shared_at(self) -> str:
         """The line that this lane loads."""
         return self.w.let(f"min(l + sub % {self.rows.size}u, {self.line_end} - 1u)", 2)
 
-    def step(self, near: list[list[str]], stop: str) -> None:
+    def step(self, near: list[list[str]]) -> None:
         """Some lines: their products, then the maximum, then the sums."""
         o, w, rows = self.o, self.w, self.rows
-        lines = []
+        self.places: list[dict[int, int]] = []
+        self.inside: list[str | None] = []
         for e in range(rows.step):
-            at = w.let(f"min(l + {e}u, {self.line_end} - 1u)", 2)
-            lines.append(self.axes.at(o.line, at, 2))
+            at = f"l + {e}u"
+            if not self.exact:
+                self.inside.append(w.let(f"{at} < {self.line_end}", 2, "b"))
+                at = f"min({at}, {self.line_end} - 1u)"
+            else:
+                self.inside.append(None)
+            self.places.append(self.axes.at(o.line, w.let(at, 2), 2))
+        self.masks.tile()
         mine = self.axes.at(o.line, self.shared_at(), 2) if rows.shared else {}
         far: list[list[str]] = []
         if rows.shared:
@@ -212,10 +205,8 @@ class _Registers:
                 [self.factor(p, p.far, k, mine, 2) for k in self.pieces_of(p)]
                 for p in o.products
             ]
-            self.hand_around(mine, lines)
-        inside = [w.let(f"l + {e}u < {stop}", 2, "b") for e in range(rows.step)]
-        scores = []
-        for e, line in enumerate(lines):
+            self.hand_around(mine, self.places)
+        for e, line in enumerate(self.places):
             for i, p in enumerate(o.products):
                 own = (
                     [f"subgroupBroadcast({x}, {e}u)" for x in far[i]]
@@ -232,35 +223,64 @@ class _Registers:
                 elif p.number == -1.0:
                     total = w.let(f"-{total}", 2)
                 self.axes.known(p.results, {**self.own, **line}, total)
-            if o.score is not None:
-                x = self.axes.value(o.score, {**self.own, **line})
-                scores.append(w.let(f"select({LOWEST!r}, {x}, {inside[e]})", 2))
-        if o.maximum is not None:
-            most = "most"
-            for x in scores:
-                most = w.let(f"max({most}, {x})", 2, "m")
-            w.line(f"let shrink = {exponential(w, f'most - {most}')};")
-            w.line(f"most = {most};")
-            for s, names in zip(o.sums, self.acc):
-                if s.power is not None:
-                    w.blocks[-1] += [f"{n} = {n} * shrink;" for n in names]
+        self.kept: dict[Expr, list[str]] = {}
+        if o.score is not None:
+            self.grow(o.score)
         weights = [self.weights(s, mine) for s in o.sums] if rows.shared else []
-        for e, line in enumerate(lines):
+        for e, line in enumerate(self.places):
             for i, s in enumerate(o.sums):
-                self.add(i, s, line, e, inside[e], weights)
+                self.add(i, s, line, e, weights)
+
+    def masked(self, body: Expr, nothing: str) -> list[str]:
+        """A value at each line, ``nothing`` where none counts."""
+
+        def at(line: dict[int, int], e: Expr) -> str:
+            return self.axes.value(e, {**self.own, **line})
+
+        texts = [partial(at, line) for line in self.places]
+        return self.masks.masked(body, nothing, texts, self.inside)
+
+    def grow(self, score: Expr) -> None:
+        """The row's running maximum, all sums on the new scale, and exp(y - m)."""
+        w, sums = self.w, self.o.sums
+        low = w.let("bitcast<f32>(sd_bits(0xff800000u))", 0, "inf")
+        names = self.masked(score, low)
+        most = "most"
+        for x in names:
+            most = w.let(f"max({most}, {x})", 2, "m")
+        w.line(f"let shrink = {exponential(w, f'most - {most}')};")
+        w.line(f"most = {most};")
+        for s, own in zip(sums, self.acc):
+            if s.power is not None:
+                w.blocks[-1] += [f"{n} = {n} * shrink;" for n in own]
+        powers = [s.power for s in sums if s.power is not None]
+        for k, (y, line) in enumerate(zip(names, self.places)):
+            if self.agree:
+                names[k] = w.let(exponential(w, f"{y} - most"), 2, "p")
+            for p in powers:
+                power = self.axes.bring(p, {**self.own, **line})
+                if self.agree:
+                    w.memo[2][power] = names[k]
+                elif w.find(power) is None:
+                    y = w.value(power.args[0].args[0])
+                    w.memo[2][power] = w.let(exponential(w, f"{y} - most"), 2, "p")
+        if self.agree:  # exp(y - m) of a masked score is 0 by itself
+            self.kept |= dict.fromkeys(powers, names)
+
+    def values(self, s: Sum) -> list[str]:
+        """What a sum takes of each line, its weight apart."""
+        score = self.o.score
+        value = sum_value(s, score) if score is not None and self.agree else s.value
+        if value not in self.kept:
+            self.kept[value] = self.masked(value, "0.0")
+        return self.kept[value]
 
     def add(
-        self,
-        i: int,
-        s: Sum,
-        line: dict[int, int],
-        e: int,
-        inside: str,
-        weights: list[list[str]],
+        self, i: int, s: Sum, line: dict[int, int], e: int, weights: list[list[str]]
     ) -> None:
         """What one line adds to a sum."""
         w, names = self.w, self.acc[i]
-        part = w.let(f"select(0.0, {self.term(s, line)}, {inside})", 2, "p")
+        part = self.values(s)[e]
         if s.column is None:
             if not is_one(s.weight):
                 part = w.let(f"{part} * {self.axes.value(s.weight, line)}", 2, "p")
@@ -307,17 +327,6 @@ class _Registers:
             self.axes.value(s.weight, {**line, **c}, s.column)
             for c in self.chunks(s.column)
         ]
-
-    def term(self, s: Sum, line: dict[int, int]) -> str:
-        """What a line contributes, its weight apart."""
-        w = self.w
-        copies = {**self.own, **line}
-        if s.power is not None:
-            power = self.axes.bring(s.power, copies)
-            if w.find(power) is None:
-                y = w.value(power.args[0].args[0])
-                w.memo[2][power] = w.let(exponential(w, f"{y} - most"), 2, "p")
-        return self.axes.value(s.value, copies)
 
     # -------------------------------------------------------------- the end
 

@@ -19,7 +19,6 @@ from .online_plan import Online, close_turns, plain_tensors, steps_of
 from .online_stream_parts import (
     LOG2E,
     Factor,
-    Guards,
     Weights,
     gentle,
     loads_of,
@@ -94,8 +93,8 @@ class Streaming(Values):
         if o.outer:
             copies = {a: a for a in o.outer}
             self.axes.place(copies, [[a] for a in o.outer], "turn", 1)
-        first, stop = self.bounds()
-        self.guards = Guards(self)
+        first, stop = self.masks.bounds(1)
+        self.masks.prove()
         start = f"{first} / {t.lines}u * {t.lines}u" if first != "0u" else first
         start = w.let(start, 1, "l")
         self.warm_rows()
@@ -141,24 +140,7 @@ class Streaming(Values):
 
     def tile(self) -> None:
         """All phases of a tile, one after another."""
-        w, t = self.w, self.t
-        columns = []
-        for j in range(t.tl):
-            at = f"l + (tx + {j // WIDTH * t.tx}u) * {WIDTH}u + {j % WIDTH}u"
-            columns.append(w.let(at, 2, "n"))
-        self.inside = [
-            None if self.exact else w.let(f"{n} < {self.line_end}", 2, "b")
-            for n in columns
-        ]
-        self.places = [
-            self.axes.at(
-                self.o.line,
-                n if self.exact else w.let(f"min({n}, {self.line_end} - 1u)", 2, "n"),
-                2,
-            )
-            for n in columns
-        ]
-        self.whole = self.guards.whole()
+        self.columns()
         self.warm_lines()
         for k, (kind, i) in enumerate(self.order):
             if k + 1 < len(self.order):

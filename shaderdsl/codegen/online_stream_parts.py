@@ -1,4 +1,4 @@
-"""Parts of a streamed chain: factors, weights, masks, and what single scores need."""
+"""Parts of a streamed chain: factors, weights, and what single scores need."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..ir import expr as E
 from ..ir.expr import Expr
 from .contract_tile import XYZW
-from .online_plan import Online, Sum, line_bounds, steps_of
-from .online_runs import conjuncts
+from .online_plan import Online, steps_of
 from .writer import WIDTH
 
 if TYPE_CHECKING:
@@ -159,102 +158,7 @@ class Weights:
         ]
 
 
-# ------------------------------------------------------------------ masks
-
-
-class Guards:
-    """Which conditions hold all over a tile, if bounds of its lines prove it."""
-
-    def __init__(self, owner: Streaming):
-        o, w, t = owner.o, owner.w, owner.t
-        self.owner = owner
-        self.sure: set[Expr] = set()
-        self.firsts: list[str] = []
-        self.ends: list[str] = []
-        last = ""
-        for g in o.guards:
-            bounds = line_bounds(replace(o, guards=[g]))
-            if not any(bounds):
-                continue
-            self.sure.add(g)
-            for values, out, end in zip(bounds, (self.firsts, self.ends), (0, 1)):
-                for e, sign in values:
-                    # The row that sees least: the opposite of what bounds a loop.
-                    low = sign >= 0 if end else sign < 0
-                    if not low and not last:
-                        rows = f"min(top + {t.rows}u, {owner.row_end})"
-                        last = w.let(f"{rows} - 1u", 0)
-                    copy = owner.axes.at(o.row, "top" if low else last, 0)
-                    out.append(w.let(owner.axes.value(e, copy), 1))
-
-    def whole(self) -> str | None:
-        """The name of "every position of this tile counts"; None if always so."""
-        owner, t = self.owner, self.owner.t
-        terms = [f"i32(l) >= {x}" for x in self.firsts]
-        terms += [f"i32(l) + {t.lines} <= {x}" for x in self.ends]
-        if not owner.exact:
-            terms.append(f"l + {t.lines}u <= {owner.line_end}")
-        if not terms:
-            return None
-        return owner.w.let(" && ".join(terms), 2, "b")
-
-
-def without(e: Expr, sure: set[Expr]) -> Expr:
-    """A value where some conditions are known to hold."""
-    if not sure:
-        return e
-
-    def leaf(n: Expr, args: tuple[Expr, ...]) -> Expr:
-        if n.kind == "apply" and n.data == "where":
-            left = [c for c in conjuncts(args[0]) if c not in sure]
-            if not left:
-                return args[1]
-            if len(left) < len(conjuncts(args[0])):
-                condition = E.all_of(left)
-                assert condition is not None
-                return E.where(condition, args[1], args[2])
-        return E.rebuild(n, args) if n.args else n
-
-    return E.rewrite(e, leaf)
-
-
-def peeled(e: Expr, other: float) -> tuple[Expr, set[Expr]]:
-    """The value inside of ``where(c, value, other)``, and all such conditions."""
-    conditions: set[Expr] = set()
-    while e.kind == "apply" and e.data == "where" and e.args[2].kind == "const":
-        if e.args[2].data != other:
-            break
-        conditions.update(conjuncts(e.args[0]))
-        e = e.args[1]
-    return e, conditions
-
-
 # ------------------------------------------------------------------ single scores
-
-
-def sum_value(s: Sum, score: Expr) -> Expr:
-    """A sum's value, without conditions that already made the score -∞."""
-    inner, conditions = peeled(s.value, 0.0)
-    _, masked = peeled(score, -float("inf"))
-    return inner if inner is s.power and conditions <= masked else s.value
-
-
-def scores_agree(o: Online) -> bool:
-    """Whether every exp(y - m) is of the very score that the maximum is taken of."""
-    if o.score is None:
-        return True
-    y, masked = peeled(o.score, -float("inf"))
-    for s in o.sums:
-        if s.power is None:
-            return False
-        own, conditions = peeled(s.power.args[0].args[0], -float("inf"))
-        if own is not y or not conditions <= masked:
-            return False
-        # Where the score is masked exp(y - m) is taken for 0: its sum must agree.
-        _, asked = peeled(s.value, 0.0)
-        if not masked <= asked | conditions:
-            return False
-    return True
 
 
 def take_out(e: Expr, axis: int) -> tuple[Expr, list[Expr]]:

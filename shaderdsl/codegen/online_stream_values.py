@@ -8,14 +8,9 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from .contract_tile import XYZW, plus
 from .member import Member
+from .online_masks import sum_value, without
 from .online_plan import Online, Sum, is_one
-from .online_stream_parts import (
-    LOG2E,
-    Guards,
-    sum_value,
-    take_out,
-    without,
-)
+from .online_stream_parts import LOG2E, take_out
 from .online_stream_shape import Stream
 from .online_tile import Tile
 from .writer import WIDTH, Writer, indent
@@ -29,10 +24,6 @@ class Values(Tile):
     """
 
     t: Stream
-    guards: Guards
-    places: list[dict[int, int]]  # a thread's lines
-    inside: list[str | None]  # whether they exist
-    whole: str | None  # whether all of the tile counts
 
     def __init__(self, o: Online, w: Writer, shape: Stream):
         super().__init__(o, w, shape)
@@ -122,7 +113,7 @@ class Values(Tile):
             body = o.score
             assert body is not None
             if whole:
-                body = without(body, self.guards.sure)
+                body = without(body, self.masks.sure)
             for g in range(self.groups):
                 for j, line in enumerate(self.places):
                     lanes = [
@@ -236,7 +227,7 @@ class Values(Tile):
         w, o, t = self.w, self.o, self.t
         tensor = o.group.target(m)[0]
         if whole:
-            body = without(body, self.guards.sure)
+            body = without(body, self.masks.sure)
         ends = o.extent(o.row) % t.rows != 0
         depth = len(w.blocks) - 1
         for g in range(self.groups):
@@ -263,7 +254,7 @@ class Values(Tile):
 
     def single(self, s: Sum, names: list[list[str]], whole: bool) -> None:
         """Values of a sum without a maximum, into registers."""
-        value = without(s.value, self.guards.sure) if whole else s.value
+        value = without(s.value, self.masks.sure) if whole else s.value
         for g in range(self.groups):
             for j, line in enumerate(self.places):
                 lanes = [

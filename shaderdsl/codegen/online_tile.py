@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .contract_tile import XYZW, plus
+from .online_masks import Masks, line_bounds
 from .online_plan import (
     LOWEST,
     Axes,
@@ -12,7 +13,6 @@ from .online_plan import (
     Sum,
     column_of,
     is_one,
-    line_bounds,
     steps_of,
 )
 from .online_shape import Tiles, shuffles
@@ -31,6 +31,9 @@ class Tile:
         self.matrices = [s for s in o.sums if s.column is not None]
         self.scalars = [s for s in o.sums if s.column is None]
         self.exact = o.extent(o.line) % tiles.lines == 0
+        self.places: list[dict[int, int]] = []  # a thread's lines
+        self.inside: list[str | None] = []  # whether they exist
+        self.whole: str | None = None  # whether all of the tile counts
 
     def begin(self) -> None:
         """Which rows this workgroup and this thread work on."""
@@ -44,10 +47,11 @@ class Tile:
         self.line_end = w.extent([o.line])
         copies = {a: a for q in o.batch for a in q}
         self.axes.place(copies, o.batch, w.let(f"flat % {heads}", 0), 0)
-        self.firsts, self.ends = line_bounds(o)
+        ends = (self.row_end, self.line_end)
+        self.masks = Masks(o, self.axes, t.rows, ends, t.lines, self.exact)
         # The longest rows first, so that none is left for the end.
         at = f"flat / {heads}"
-        if any(sign > 0 for _, sign in self.ends):
+        if any(sign > 0 for _, sign in line_bounds(o)[1]):
             at = f"{tiles} - 1u - {at}"
         w.line(f"let top = ({at}) * {t.rows}u;")
         self.lanes()
@@ -85,22 +89,26 @@ class Tile:
             for c in range(t.columns(o.extent(s.column))):
                 w.blocks[-1] += [f"var a{i}r{r}c{c}: vec4<f32>;" for r in range(t.tm)]
 
-    def bounds(self) -> tuple[str, str]:
-        """First line and end of what the workgroup's rows see."""
-        o, w = self.o, self.w
-        start, stop, last = "0u", self.line_end, ""
-        for values, end in ((self.firsts, False), (self.ends, True)):
-            for e, sign in values:
-                low = sign < 0 if end else sign >= 0
-                if not low and not last:
-                    last = w.let(f"min(top + {self.t.rows}u, {self.row_end}) - 1u", 0)
-                copy = self.axes.at(o.row, "top" if low else last, 0)
-                v = w.let(f"u32(max({self.axes.value(e, copy)}, 0))", 1)
-                if end:
-                    stop = w.let(f"min({stop}, {v})", 1)
-                else:
-                    start = v if start == "0u" else w.let(f"max({start}, {v})", 1)
-        return start, stop
+    def columns(self) -> None:
+        """A thread's lines of a tile, whether they exist, whether the tile is whole."""
+        w, t = self.w, self.t
+        columns = []
+        for j in range(t.tl):
+            at = f"l + (tx + {j // WIDTH * t.tx}u) * {WIDTH}u + {j % WIDTH}u"
+            columns.append(w.let(at, 2, "n"))
+        self.inside = [
+            None if self.exact else w.let(f"{n} < {self.line_end}", 2, "b")
+            for n in columns
+        ]
+        self.places = [
+            self.axes.at(
+                self.o.line,
+                n if self.exact else w.let(f"min({n}, {self.line_end} - 1u)", 2, "n"),
+                2,
+            )
+            for n in columns
+        ]
+        self.whole = self.masks.tile()
 
     def across(self, values: Sequence[str], how: str, depth: int) -> list[str]:
         """Combine values of the lanes that share rows."""

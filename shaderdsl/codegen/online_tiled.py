@@ -9,10 +9,12 @@ While one chunk is multiplied the next one is on its way into registers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
+from ..ir.expr import Expr
 from .contract_tile import XYZW, plus
+from .online_masks import scores_agree, sum_value
 from .online_plan import (
-    LOWEST,
     Online,
     Product,
     Sum,
@@ -53,7 +55,9 @@ class _Tiled(Tile):
         if o.outer:
             copies = {a: a for a in o.outer}
             self.axes.place(copies, [[a] for a in o.outer], "turn", 1)
-        first, stop = self.bounds()
+        self.agree = o.score is not None and scores_agree(o)
+        first, stop = self.masks.bounds(1)
+        self.masks.prove()
         w.open()
         start = f"{first} / {t.lines}u * {t.lines}u" if first != "0u" else first
         self.tile()
@@ -64,48 +68,29 @@ class _Tiled(Tile):
 
     def tile(self) -> None:
         """Products of a tile, then its maximum, then what it adds to the sums."""
-        o, w, t = self.o, self.w, self.t
+        o, w = self.o, self.w
         for i, p in enumerate(o.products):
             self.product(i, p)
-        columns = []
-        for j in range(t.tl):
-            at = f"l + (tx + {j // WIDTH * t.tx}u) * {WIDTH}u + {j % WIDTH}u"
-            columns.append(w.let(at, 2, "n"))
-        inside = [
-            None if self.exact else w.let(f"{n} < {self.line_end}", 2, "b")
-            for n in columns
-        ]
-        places = [
-            self.axes.at(
-                o.line,
-                n if self.exact else w.let(f"min({n}, {self.line_end} - 1u)", 2, "n"),
-                2,
-            )
-            for n in columns
-        ]
+        self.columns()
         for i, p in enumerate(o.products):
             factor = self.number(i, p)
             for r, row in enumerate(self.own):
-                for j, line in enumerate(places):
+                for j, line in enumerate(self.places):
                     name = f"x{i}g{r // WIDTH}j{j}.{XYZW[r % WIDTH]}"
                     if factor:
                         name = w.let(f"{factor}{name}", 2)
                     self.axes.known(p.results, {**row, **line}, name)
+        self.kept: dict[Expr, list[list[str]]] = {}
         if o.score is not None:
-            self.grow(places, inside)
+            self.grow(o.score)
         for i, s in enumerate(self.scalars):
-            for g in range(self.groups):
-                for j, line in enumerate(places):
-                    v = self.values(s, g, line, inside[j])
+            for g, values in enumerate(self.values(s)):
+                for v, line in zip(values, self.places):
                     if not is_one(s.weight):
-                        v = w.let(f"{v} * {self.axes.value(s.weight, line)}", 2)
+                        v = f"{v} * {self.axes.value(s.weight, line)}"
                     w.line(f"s{i}g{g} = s{i}g{g} + {v};")
         for i, s in enumerate(self.matrices):
-            values = [
-                [self.values(s, g, line, b) for line, b in zip(places, inside)]
-                for g in range(self.groups)
-            ]
-            self.accumulate(i, s, values)
+            self.accumulate(i, s, self.values(s))
 
     def number(self, i: int, p: Product) -> str:
         """What stands before a product."""
@@ -158,24 +143,33 @@ class _Tiled(Tile):
         w.line(f"for (var d = 0u; d < {end}u; d = d + {t.dc}u) {{")
         w.blocks[-1] += [*indent(body), "}"]
 
-    def grow(
-        self, places: Sequence[dict[int, int]], inside: Sequence[str | None]
-    ) -> None:
+    def masked(self, body: Expr, nothing: str) -> list[list[str]]:
+        """A value of each score, as vec4s along rows; ``nothing`` where none counts."""
+
+        def at(g: int, line: dict[int, int], e: Expr) -> str:
+            rows = self.own[g * WIDTH : (g + 1) * WIDTH]
+            lanes = [self.axes.value(e, {**row, **line}) for row in rows]
+            return f"vec4<f32>({', '.join(lanes)})"
+
+        n = len(self.places)
+        texts = [
+            partial(at, g, line) for g in range(self.groups) for line in self.places
+        ]
+        inside = self.inside * self.groups
+        names = self.masks.masked(body, f"vec4<f32>({nothing})", texts, inside)
+        return [names[g * n : (g + 1) * n] for g in range(self.groups)]
+
+    def grow(self, score: Expr) -> None:
         """The rows' running maxima, and all sums on the new scale."""
         o, w, t = self.o, self.w, self.t
-        assert o.score is not None
+        low = w.let("bitcast<f32>(sd_bits(0xff800000u))", 0, "inf")
+        names = self.masked(score, low)
         best = []
-        for g in range(self.groups):
-            lanes = []
-            for e in range(WIDTH):
-                m = ""
-                for line, b in zip(places, inside):
-                    x = self.axes.value(o.score, {**self.own[g * WIDTH + e], **line})
-                    if b is not None:
-                        x = w.let(f"select({LOWEST!r}, {x}, {b})", 2)
-                    m = w.let(f"max({m}, {x})", 2, "m") if m else x
-                lanes.append(m)
-            best.append(w.let(f"vec4<f32>({', '.join(lanes)})", 2, "m"))
+        for own in names:
+            m = own[0]
+            for x in own[1:]:
+                m = w.let(f"max({m}, {x})", 2, "m")
+            best.append(m)
         found = self.across(best, "max({0}, {1})", 2)
         for g, x in enumerate(found):
             w.line(f"let new{g} = max(most{g}, {x});")
@@ -192,24 +186,36 @@ class _Tiled(Tile):
                 shrink = f"shrink{r // WIDTH}.{XYZW[r % WIDTH]}"
                 for c in range(t.columns(o.extent(s.column))):
                     w.line(f"a{i}r{r}c{c} = a{i}r{r}c{c} * {shrink};")
+        self.powers(names)
+        if self.agree:  # exp(y - m) of a masked score is 0 by itself
+            self.kept |= {p: names for s in o.sums if (p := s.power) is not None}
 
-    def values(self, s: Sum, g: int, line: dict[int, int], inside: str | None) -> str:
-        """What four rows add at a line, its weight apart, as a vec4."""
+    def powers(self, names: list[list[str]]) -> None:
+        """exp(y - m), from the scores if all of them are of these."""
         w = self.w
-        lanes = []
-        for e in range(WIDTH):
-            copies = {**self.own[g * WIDTH + e], **line}
-            if s.power is not None:
-                power = self.axes.bring(s.power, copies)
-                if w.find(power) is None:
-                    y = w.value(power.args[0].args[0])
-                    text = exponential(w, f"{y} - most{g}.{XYZW[e]}")
-                    w.memo[2][power] = w.let(text, 2, "p")
-            v = self.axes.value(s.value, copies)
-            if inside is not None:
-                v = w.let(f"select(0.0, {v}, {inside})", 2, "p")
-            lanes.append(v)
-        return w.let(f"vec4<f32>({', '.join(lanes)})", 2, "p")
+        powers = [s.power for s in self.o.sums if s.power is not None]
+        for g, own in enumerate(names):
+            for j, (y, line) in enumerate(zip(own, self.places)):
+                if self.agree:
+                    own[j] = w.let(exponential(w, f"{y} - most{g}", True), 2, "p")
+                for e in range(WIDTH):
+                    copies = {**self.own[g * WIDTH + e], **line}
+                    for p in powers:
+                        power = self.axes.bring(p, copies)
+                        if self.agree:
+                            w.memo[2][power] = f"{own[j]}.{XYZW[e]}"
+                        elif w.find(power) is None:
+                            y = w.value(power.args[0].args[0])
+                            text = exponential(w, f"{y} - most{g}.{XYZW[e]}")
+                            w.memo[2][power] = w.let(text, 2, "p")
+
+    def values(self, s: Sum) -> list[list[str]]:
+        """What every four rows add to a sum at each line, its weight apart."""
+        score = self.o.score
+        value = sum_value(s, score) if score is not None and self.agree else s.value
+        if value not in self.kept:
+            self.kept[value] = self.masked(value, "0.0")
+        return self.kept[value]
 
     def accumulate(self, i: int, s: Sum, values: list[list[str]]) -> None:
         """Values of the tile times their weights, some lines at a time."""
