@@ -123,6 +123,63 @@ MUTATIONS = (
         "    aside = path",
         ("tests/test_checkpoint.py", "-k", "file"),
     ),
+    Mutation(
+        "loop iterations of products in registers are not counted",
+        "codegen/contract.py",
+        "    budget = c.target.loop_budget // 2\n",
+        "    budget = 1 << 30\n",
+        ("tests/test_loop_budget.py", "-k", "small_budget and software"),
+    ),
+    Mutation(
+        "loop iterations of products in tiles are not counted",
+        "codegen/contract.py",
+        "min(_LONGEST, target.loop_budget // 2)",
+        "_LONGEST",
+        ("tests/test_loop_budget.py", "-k", "gpu"),
+    ),
+    Mutation(
+        "loop iterations of rows are not counted",
+        "codegen/budget.py",
+        "    return row_lanes(target) * max(1, target.loop_budget // (2 * _WALKS))\n",
+        "    return 1 << 40\n",
+        ("tests/test_loop_budget.py", "-k", "small_budget and software"),
+    ),
+    Mutation(
+        "loop iterations of the phases of a row are not added up",
+        "codegen/budget.py",
+        "    return walks * steps <= target.loop_budget // 2\n",
+        "    return True\n",
+        ("tests/test_loop_budget.py", "-k", "small_budget and software"),
+    ),
+    Mutation(
+        "loop iterations of running sums are not counted",
+        "codegen/budget.py",
+        "    return row_lanes(target) * max(1, target.loop_budget // 4)\n",
+        "    return 1 << 40\n",
+        ("tests/test_loop_budget.py", "-k", "long_loops and scan"),
+    ),
+    Mutation(
+        "loop iterations of turns over rows are not counted",
+        "codegen/row.py",
+        "    return replace(s, groups=max(s.groups, -(-rows // (turns * s.rows))))\n",
+        "    return s\n",
+        ("tests/test_loop_budget.py", "-k", "small_budget and software"),
+    ),
+    Mutation(
+        "loop iterations of pieces of lines are not counted",
+        "codegen/online_split.py",
+        "    needed = steps_of(steps * loops, target.loop_budget * 4 // 5)\n",
+        "    needed = 1\n",
+        ("tests/test_loop_budget.py", "tests/test_decoding.py",
+         "-k", "small_budget or budget_of_loops"),
+    ),
+    Mutation(
+        "the software driver's loop budget is taken to be endless",
+        "codegen/target.py",
+        "SOFTWARE_LOOP_BUDGET = 60_000",
+        "SOFTWARE_LOOP_BUDGET = 1 << 30",
+        ("tests/test_loop_budget.py", "-k", "long_loops"),
+    ),
 )  # fmt: skip
 
 

@@ -272,8 +272,9 @@ def _shares(rows: int, threads: int, target: Target) -> int:
     loop beyond its budget.
     """
     wanted = 512 if target.family == "software" else 1 << 18
-    shares = max(1, min(rows, -(-wanted // max(threads, 1)), 256))
-    while -(-rows // shares) > target.loop_budget // 2:
+    budget = max(1, target.loop_budget // 2)
+    shares = max(1, min(rows, -(-wanted // max(threads, 1)), 256, budget))
+    while -(-rows // shares) > budget:
         shares *= 2
     return shares
 

@@ -19,6 +19,7 @@ from ..ir.indexmap import Affine
 from ..ir.stage import Stage, map_stage
 from .anchors import Anchored
 from .blocks_graph import Loop
+from .budget import row_fits
 from .member import (
     Inliner,
     Member,
@@ -36,6 +37,9 @@ from .target import Target
 # Rows from which a kernel of a workgroup a row keeps a device busy.
 _MANY_ROWS = 16
 
+
+#: Why a row stays apart.
+LONG = "its rows would be beyond the loop budget"
 
 # What a stage may be computed beside, when both read the same arrays.
 _BESIDE = {"map": ("map", "row"), "row": ("row", "map"), "column": ("row",)}
@@ -366,6 +370,9 @@ class Partition:
                 return None
             if left:
                 where.update(zip(left, free, strict=True))
+            if not self._walks_fit([*g.members, m], g.lanes):
+                self.log.append(f"{m.stage.name} stays apart from its producer: {LONG}")
+                return None
             if not self._role_fits(m, where, g):
                 return None
         if not self._fits([*g.members, m]):
@@ -457,6 +464,13 @@ class Partition:
         )
         return len(loaded) + written <= self.limit
 
+    def _walks_fit(self, members: Iterable[Member], lanes: Sequence[int]) -> bool:
+        """Whether one kernel may walk its rows for all of these: each reduction may
+        be a phase of its own, and what is stored is the last.
+        """
+        walks = 1 + sum(m.role not in ("map", "column") for m in members)
+        return row_fits(math.prod(lanes), walks, self.target)
+
     def _sideways(self, m: Member, producers: Sequence[Group]) -> bool:
         """Join a kernel that reads the same arrays over the same axes."""
         if m.role not in _BESIDE:
@@ -478,6 +492,8 @@ class Partition:
                 if math.prod(g.rows) < _MANY_ROWS or _writes_slice(m):
                     continue
             elif not self._role_fits(m, axes, g):
+                continue
+            if g.kind == "row" and not self._walks_fit([*g.members, m], g.lanes):
                 continue
             self._add(g, m, [axes[a] for a in m.axes])
             g.why.append(f"{m.stage.name} reads the same arrays")
@@ -539,7 +555,8 @@ class Partition:
             for q in self.groups
         ):
             return
-        if not self._fits([*g.members, *h.members]):
+        members = [*g.members, *h.members]
+        if not self._fits(members) or not self._walks_fit(members, g.lanes):
             return
         for x in (*g.members, *h.members):
             for n in x.loads:

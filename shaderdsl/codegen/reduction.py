@@ -118,16 +118,19 @@ class Tree:
             part = w.let(_subgroup(monoid, v, dtype), depth, "s")
             w.line(f"if (sg_lane == 0u) {{ {names[-1]}[sg] = {part}; }}", depth)
         w.line("workgroupBarrier();", depth)
-        results = []
-        for (monoid, dtype, _), name in zip(values, names, strict=True):
-            total = w.fresh("s")
+        totals = [w.fresh("s") for _ in values]
+        steps = []
+        for (monoid, dtype, _), name, total in zip(values, names, totals, strict=True):
             w.line(f"var {total} = {identity(w, monoid, dtype)};", depth)
             step = combine(monoid, total, f"{name}[q]", dtype)
-            loop = "var q = sg_lane; q < sg_count; q += sg_size"
-            w.line(f"for ({loop}) {{ {total} = {step}; }}", depth)
-            results.append(w.let(_subgroup(monoid, total, dtype), depth, "r"))
+            steps.append(f"{total} = {step};")
+        loop = "var q = sg_lane; q < sg_count; q += sg_size"
+        w.line(f"for ({loop}) {{ {' '.join(steps)} }}", depth)
         self.dirty = True
-        return results
+        return [
+            w.let(_subgroup(monoid, total, dtype), depth, "r")
+            for (monoid, dtype, _), total in zip(values, totals, strict=True)
+        ]
 
 
 def _subgroup(monoid: str, v: str, dtype: str) -> str:

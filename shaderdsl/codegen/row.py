@@ -76,7 +76,9 @@ def choose(
         if chunks == 0:
             width = min(64, most)
             size = 1
-        return RowSchedule(width, size, chunks, groups)
+        return _enough_groups(
+            RowSchedule(width, size, chunks, groups), rows, n, phases, target
+        )
     # Two vec4s a lane fill the memory's pipe; with more phases, fewer lanes wait less.
     per = 4 if phases > 2 and not columns else 2
     width = 16
@@ -85,7 +87,26 @@ def choose(
     chunks = _power(-(-n // width)) if n <= width * 8 else 0
     size = max(1, 128 // width) if rows > 1 else 1
     groups = min(-(-rows // size), 256) if columns else 0
-    return RowSchedule(width, size, chunks, groups)
+    return _enough_groups(
+        RowSchedule(width, size, chunks, groups), rows, n, phases, target
+    )
+
+
+def _enough_groups(
+    s: RowSchedule, rows: int, n: int, phases: int, target: Target
+) -> RowSchedule:
+    """The schedule with workgroups enough for their turns to be within the budget."""
+    if not s.groups:
+        return s
+    turns = max(1, target.loop_budget // (2 * _spent(s, 1, n, phases)))
+    return replace(s, groups=max(s.groups, -(-rows // (turns * s.rows))))
+
+
+def _spent(s: RowSchedule, turns: int, n: int, phases: int) -> int:
+    """Loop iterations of an invocation."""
+    steps = 0 if s.chunks else -(-n // s.width)
+    # A turn's own iteration, and for each phase its steps and one of the tree.
+    return turns * (1 + phases * (steps + 1))
 
 
 def candidates(
@@ -124,9 +145,8 @@ def fits(
         return False
     if bool(s.groups) != columns or s.groups > limits.max_workgroups or s.chunks > 32:
         return False
-    steps = phases * -(-n // s.width) if not s.chunks else 1
     turns = -(-rows // (s.groups * s.rows)) if s.groups else 1
-    return turns * (1 + (steps if not s.chunks else 0)) <= target.loop_budget // 2
+    return _spent(s, turns, n, phases) <= target.loop_budget // 2
 
 
 def _power(n: int) -> int:

@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from ..ir import expr as E
 from ..ir.stage import Stage, retarget, topo_stages
 from .anchors import Anchored
-from .member import contract_parts, scatter_parts
+from .budget import longest_row
+from .member import Inliner, classify, contract_parts, scatter_parts
 from .online_runs import may_be_product
 from .scan_form import scan_parts
 from .shares import Shares, combined
 from .split_online import find_pairs, held_shares, rescaled
+from .split_scan import long_scan, scan_in_pieces
 from .target import Target
 
 #: Elements of a row from which several workgroups share it, and how many each takes at
@@ -36,7 +38,8 @@ def split_long(outs: Sequence[Stage], target: Target) -> list[Stage]:
         return list(outs)
     order = topo_stages(outs)
     pairs = find_pairs(order, LONG_ROW, target)
-    long = [s for s in order if s in pairs or _wanted(s)]
+    scans = {s for s in order if long_scan(s, target) is not None}
+    long = [s for s in order if s in pairs or s in scans or _wanted(s, target)]
     if not long:
         return list(outs)
     whole: set[Stage] = set()
@@ -56,8 +59,11 @@ def split_long(outs: Sequence[Stage], target: Target) -> list[Stage]:
             cut[new[s]] = shares
         elif s in pairs:
             new[s] = rescaled(moved, cut[new[pairs[s]]], new[pairs[s]])
+        elif s in scans:
+            parts = long_scan(moved, target)
+            new[s] = moved if parts is None else scan_in_pieces(moved, parts, target)
         else:
-            new[s] = _split(moved) if _wanted(moved) else moved
+            new[s] = _split(moved, target) if _wanted(moved, target) else moved
     return [new[s] for s in outs]
 
 
@@ -76,21 +82,37 @@ def _of_a_product(s: Stage) -> bool:
     return False
 
 
-def _wanted(s: Stage) -> bool:
-    if s.kind != "reduce" or s.body is None or math.prod(s.rext) < LONG_ROW // 2:
+def _wanted(s: Stage, target: Target) -> bool:
+    if s.kind != "reduce" or s.body is None:
         return False
+    n = math.prod(s.rext)
+    beyond = n > longest_row(target)
+    if n < LONG_ROW // 2 and n <= longest_scatter(target) and not beyond:
+        return False
+    body = Inliner(set()).body(s.body, s.space) if beyond else s.body
     if s.monoid == "sum" and s.dtype in E.FLOATS:
-        if scan_parts(s, s.body) is not None or contract_parts(s, s.body) is not None:
+        if scan_parts(s, body) is not None or contract_parts(s, body) is not None:
             return False
-        if scatter_parts(s, s.body) is not None:
-            return math.prod(s.rext) > SCATTER
-    return math.prod(s.rext) >= LONG_ROW and math.prod(s.ext) < ENOUGH_ROWS
+        if scatter_parts(s, body) is not None:
+            return n > longest_scatter(target)
+    if beyond and classify(s, body) in ("row", "scatter"):
+        return True
+    return n >= LONG_ROW and math.prod(s.ext) < ENOUGH_ROWS
 
 
-def _split(s: Stage) -> Stage:
+def longest_scatter(target: Target) -> int:
+    """Contributions of one scatter, whose longest chain is one invocation's work."""
+    return min(SCATTER, max(1, target.loop_budget * 9 // 10))
+
+
+def _split(s: Stage, target: Target) -> Stage:
     k = max(range(len(s.rext)), key=lambda q: s.rext[q])
     n = s.rext[k]
-    return in_shares(s, _shares(n, math.prod(s.rext) // n))
+    assert s.body is not None
+    longest = longest_row(target)
+    if scatter_parts(s, s.body) is not None:
+        longest = min(longest, longest_scatter(target))
+    return in_shares(s, _shares(n, math.prod(s.rext) // n, longest))
 
 
 def in_shares(s: Stage, shares: int) -> Stage:
@@ -98,12 +120,13 @@ def in_shares(s: Stage, shares: int) -> Stage:
     return s if shares < 2 else combined(Shares(s, shares))
 
 
-def _shares(n: int, others: int) -> int:
-    """About as many shares as keep each at SHARE elements; an exact divisor where one
-    is near.
+def _shares(n: int, others: int, longest: int) -> int:
+    """About as many shares as keep each at SHARE elements, and none beyond the longest
+    that there may be; an exact divisor where one is near.
     """
-    wanted = max(1, min(n, n * others // SHARE, 1024))
-    for d in range(wanted, wanted // 2, -1):
+    least = min(n, -(-n * others // longest))
+    wanted = max(1, least, min(n, n * others // SHARE, 1024))
+    for d in range(wanted, max(wanted // 2, least - 1), -1):
         if n % d == 0:
             return d
     return wanted
