@@ -205,6 +205,7 @@ def _matmul_row(m: int, k: int, n: int, target: float, half: bool = False) -> Ro
         "TFLOP/s",
         target,
         lambda quick: matmul(quick, m, k, n, half),
+        with_matrices=200 if half else None,
     )
 
 

@@ -70,7 +70,10 @@ class Bench:
 
     def row(self, row: Row) -> Record:
         """Measure one row; whatever goes wrong is a note of its record."""
-        record = Record(row.name, row.title, row.unit, row.target)
+        target = row.target
+        if row.with_matrices and current().target.features.matrix:
+            target = row.with_matrices
+        record = Record(row.name, row.title, row.unit, target)
         try:
             work = row.make(self.quick)
             self._ours(row, work, record)

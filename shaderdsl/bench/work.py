@@ -51,6 +51,7 @@ class Row:
         unit: ``"GB/s"``, ``"TFLOP/s"``, ``"µs"``, ``"ms"`` or ``"tokens/s"``.
         target: in that unit, at the large size on an H200; None where there is none.
         make: puts the arrays of the large or the quick size on the device.
+        with_matrices: the target where subgroups multiply matrices, if it is another.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Row:
     unit: str
     target: float | None
     make: Callable[[bool], Work] = field(repr=False)
+    with_matrices: float | None = None
 
     @property
     def less_is_better(self) -> bool:
