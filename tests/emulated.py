@@ -20,12 +20,13 @@ def emulated(kernel, seen=None):
         return kernel
     if seen is not None:
         seen.append(text)
-    arrays = re.findall(r"var<workgroup> ((?:lefts|rights)\d*):", text)
+    arrays = re.findall(r"var<workgroup> (\w+): array<f16", text)
     text = text.replace(
         "enable f16, subgroups, chromium_experimental_subgroup_matrix;", "enable f16;"
     )
-    text = text.replace(", @builtin(subgroup_id) sg: u32", "")
-    text = re.sub(r"(fn main\(.*\n)", rf"\1  let sg = lane / {_LANES}u;\n", text)
+    if "sg_lane" not in text:
+        text = text.replace(", @builtin(subgroup_id) sg: u32", "")
+        text = re.sub(r"(fn main\(.*\n)", rf"\1  let sg = lane / {_LANES}u;\n", text)
     text = re.sub(
         rf"subgroup_matrix_result<f32, {_SIDE}, {_SIDE}>", f"array<f32, {_OWN}>", text
     )
@@ -42,11 +43,15 @@ def emulated(kernel, seen=None):
         text,
     )
     text = re.sub(
-        r"subgroupMatrixStore<row_major>\(&sums, (.*), (\w+), (\d+)u\);",
-        r"sd_laid_down(\1, \2, \3u, lane);",
+        r"subgroupMatrixStore<(row|col)_major>\(&sums, (.*), (\w+), (\d+)u\);",
+        lambda m: (
+            f"sd_laid_down({m[2]}, {m[3]}, "
+            + (f"{m[4]}u, 1u" if m[1] == "row" else f"1u, {m[4]}u")
+            + ", lane);"
+        ),
         text,
     )
-    assert "subgroup" not in text.replace("subgroups", "")
+    assert "subgroupMatrix" not in text and "subgroup_matrix" not in text
     cases = "\n".join(
         f"    case {i}u{', default' if i == len(arrays) - 1 else ''}: "
         f"{{ return f32({a}[at]); }}"
@@ -77,12 +82,14 @@ fn sd_multiplied(
     helpers += f"""  }}
   return sums;
 }}
-fn sd_laid_down(start: u32, c: array<f32, {_OWN}>, stride: u32, lane: u32) {{
+fn sd_laid_down(
+  start: u32, c: array<f32, {_OWN}>, rows: u32, columns: u32, lane: u32
+) {{
   let first = lane % {_LANES}u * {_OWN}u;
-  let at = start + first / {_SIDE}u * stride + first % {_SIDE}u;
+  let at = start + first / {_SIDE}u * rows + first % {_SIDE}u * columns;
 """
     for e in range(_OWN):
-        helpers += f"  sums[at + {e}u] = c[{e}];\n"
+        helpers += f"  sums[at + {e}u * columns] = c[{e}];\n"
     helpers += "}\n"
     text = text.replace("@compute", helpers + "@compute")
     return dataclasses.replace(kernel, wgsl=text)

@@ -8,6 +8,7 @@ float64. Tint judges the texts themselves; what a device with matrices makes of 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import judges
 import numpy as np
@@ -18,6 +19,7 @@ from test_contract import arrays, half_cases, nn, nt, run, scores, tn, tt, turne
 
 import shaderdsl as sd
 from shaderdsl.codegen import lower as lowering
+from shaderdsl.codegen import texts
 from shaderdsl.codegen.choice import Survey
 from shaderdsl.codegen.contract import matrix_kernels
 from shaderdsl.codegen.contract_matrices import MatrixShape, has_matrices, is_half
@@ -29,6 +31,7 @@ from shaderdsl.codegen.target import PORTABLE, Target
 from shaderdsl.ir import expr as E
 
 SMALL = MatrixShape(32, 32, 16, 1, 2)
+number = itertools.count()
 HALF = {"dtype": "float16"}
 
 
@@ -62,16 +65,20 @@ def wgpu(monkeypatch):
     if not before.features.f16:
         pytest.skip("no f16")
     seen: list[str] = []
+    monkeypatch.setattr(texts, "store", None)
 
     def instead(schedule):
         return lambda group, target: [
             emulated(k, seen) for k in schedule(group, target)
         ]
 
-    for kind in ("contract", "siblings"):
+    for kind in ("contract", "siblings", "online", "pieces"):
         schedule = lowering.SCHEDULES[kind]
         monkeypatch.setitem(lowering.SCHEDULES, kind, instead(schedule))
-    device.target = with_matrices(before)
+    # Nothing is taken from other tests or runs: texts are remembered by target.
+    device.target = dataclasses.replace(
+        with_matrices(before), name=f"emulated {next(number)}"
+    )
     yield seen
     device.target = before
     sd.use_device("cpu")
@@ -179,6 +186,10 @@ def test_which_values_are_halves():
     assert not is_half(E.apply("add", x, x))
 
 
+def attention(q, k, v):
+    return sd.ops.attention(q, k, v, causal=True)
+
+
 def printed(op, operands):
     traced = sd.lower(op, *operands).program
     return lower(traced.outputs, TARGET, inputs=traced.inputs).kernels
@@ -186,9 +197,9 @@ def printed(op, operands):
 
 @pytest.mark.skipif(not judges.available(), reason="no wgpudawn")
 def test_tint_accepts_the_texts(cpu):
-    texts = []
+    every = []
     for x, w in (((130, 70), (70, 64)), ((64, 8192), (8192, 64))):
-        texts += [k.wgsl for k in printed(nn, arrays(x, w, **HALF))]
+        every += [k.wgsl for k in printed(nn, arrays(x, w, **HALF))]
     for op, *shapes in (
         (nt, (128, 72), (100, 72)),
         (tt, (63, 130), (64, 63)),
@@ -196,9 +207,11 @@ def test_tint_accepts_the_texts(cpu):
         (query_key_value, (40, 36), (36, 44), (36, 20), (36, 20)),
         (scores, (1, 4, 33, 20), (1, 2, 36, 20)),
     ):
-        texts += [k.wgsl for k in printed(op, arrays(*shapes, **HALF))]
-    assert sum("subgroupMatrixLoad" in t for t in texts) >= 7
-    wrong = judges.refused(texts, portable=False)
+        every += [k.wgsl for k in printed(op, arrays(*shapes, **HALF))]
+    qkv = arrays(*[(1, 2, 100, 64)] * 3, **HALF)
+    every += [k.wgsl for k in printed(attention, qkv)]
+    assert sum("subgroupMatrixLoad" in t for t in every) >= 8
+    wrong = judges.refused(every, portable=False)
     assert not wrong, wrong[0]
 
 
@@ -230,3 +243,30 @@ def test_choice(cpu):
     assert (large.bm, large.bn, splits) == (128, 128, 1)
     small, splits = chosen(64, 40_000, 64)
     assert small.bm <= 64 and splits > 2
+
+
+def attention_64(q, k, v, causal):
+    s = np.einsum("bhqd,bhkd->bhqk", q, k) / np.sqrt(q.shape[-1])
+    if causal:
+        lq, lk = s.shape[-2:]
+        s = np.where(np.tri(lq, lk, lk - lq, dtype=bool), s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return (p / p.sum(-1, keepdims=True)) @ v
+
+
+@pytest.mark.parametrize(
+    ("rows", "lines", "d", "causal"),
+    [
+        (64, 64, 32, False),
+        (100, 132, 32, True),
+        (70, 70, 64, True),
+        (64, 96, 128, True),
+    ],
+)
+def test_attention(wgpu, rows, lines, d, causal):
+    """Within what rounding of weights to f16 allows."""
+    q, k, v = arrays((1, 2, rows, d), (1, 2, lines, d), (1, 2, lines, d), **HALF)
+    got = sd.ops.attention(*map(sd.array, (q, k, v)), causal=causal).numpy()
+    assert any("powers" in text for text in wgpu)
+    want = attention_64(*(a.astype(np.float64) for a in (q, k, v)), causal)
+    assert np.abs(got.astype(np.float64) - want).max() < 1e-3 * np.abs(want).max()

@@ -144,7 +144,8 @@ def with_matrices(kernel: Kernel) -> Kernel:
         comments.append(rest.pop(0))
     text = "".join(rest).replace("enable f16;\n", "")
     directives = "enable f16, subgroups, chromium_experimental_subgroup_matrix;\n"
-    text = text.replace(BUILTINS, f"{BUILTINS}, @builtin(subgroup_id) sg: u32")
+    if "@builtin(subgroup_id)" not in text:
+        text = text.replace(BUILTINS, f"{BUILTINS}, @builtin(subgroup_id) sg: u32")
     return replace(kernel, wgsl="".join(comments) + directives + text)
 
 

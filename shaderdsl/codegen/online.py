@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .online_masks import scores_agree
+from .online_matrices import choose_matrix_stream, on_matrices
 from .online_plan import Online, analyse
 from .online_registers import choose_rows, registers
 from .online_shape import choose_tiles
@@ -32,7 +33,11 @@ def online_kernels(group: Group, target: Target) -> list[Kernel]:
 def _kernel(o: Online) -> Kernel:
     """In the first form that fits the device; rows in registers fit any."""
     if o.target.family != "software":
-        stream = choose_stream(o) if scores_agree(o) else None
+        agree = scores_agree(o)
+        matrices = choose_matrix_stream(o) if agree else None
+        if matrices is not None:
+            return on_matrices(o, matrices)
+        stream = choose_stream(o) if agree else None
         if stream is not None:
             return streamed(o, stream)
         tiles = choose_tiles(o)

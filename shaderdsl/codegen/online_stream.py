@@ -74,10 +74,36 @@ class Streaming(Values):
     def lines(self) -> list[str]:
         """The kernel's text."""
         o, w, t = self.o, self.w, self.t
-        widest = max(o.extent(s.column) for s in self.matrices if s.column is not None)
-        w.shared.append(f"var<workgroup> sm: array<vec4<f32>, {t.memory(widest)}>;")
+        self.memory()
         self.begin()
         self.declare()
+        self.prepare()
+        w.open()
+        if o.outer:
+            copies = {a: a for a in o.outer}
+            self.axes.place(copies, [[a] for a in o.outer], "turn", 1)
+        first, stop = self.masks.bounds(1)
+        self.masks.prove()
+        start = f"{first} / {t.lines}u * {t.lines}u" if first != "0u" else first
+        start = w.let(start, 1, "l")
+        self.warm_rows()
+        self.fetch_first(self.order[0], start, 1)
+        w.open()
+        self.tile()
+        w.loop(f"for (var l = {start}; l < {stop}; l = l + {t.lines}u)")
+        close_turns(o, w)
+        self.epilogue()
+        return w.blocks[0]
+
+    def memory(self) -> None:
+        """Declare workgroup memory."""
+        o, w, t = self.o, self.w, self.t
+        widest = max(o.extent(s.column) for s in self.matrices if s.column is not None)
+        w.shared.append(f"var<workgroup> sm: array<vec4<f32>, {t.memory(widest)}>;")
+
+    def prepare(self) -> None:
+        """The streams of all phases."""
+        o, t = self.o, self.t
         self.streams: dict[tuple[str, int], tuple[Factor, Factor] | Weights] = {}
         for kind, i in self.order:
             if kind == "product":
@@ -89,22 +115,6 @@ class Streaming(Values):
                 )
             else:
                 self.streams[kind, i] = Weights(self, i, t.held * t.value_row)
-        w.open()
-        if o.outer:
-            copies = {a: a for a in o.outer}
-            self.axes.place(copies, [[a] for a in o.outer], "turn", 1)
-        first, stop = self.masks.bounds(1)
-        self.masks.prove()
-        start = f"{first} / {t.lines}u * {t.lines}u" if first != "0u" else first
-        start = w.let(start, 1, "l")
-        self.warm_rows()
-        self.first_fetch(start, 1)
-        w.open()
-        self.tile()
-        w.loop(f"for (var l = {start}; l < {stop}; l = l + {t.lines}u)")
-        close_turns(o, w)
-        self.epilogue()
-        return w.blocks[0]
 
     def roots(self) -> list[Expr]:
         """What is computed of single scores."""
@@ -129,10 +139,12 @@ class Streaming(Values):
                 for line in self.places:
                     self.axes.value(n, line)
 
-    def first_fetch(self, at: str, depth: int) -> None:
-        """The first chunk of a tile that begins at a line."""
-        streams = self.streams[self.order[0]]
-        assert isinstance(streams, tuple)
+    def fetch_first(self, phase: tuple[str, int], at: str, depth: int) -> None:
+        """The first chunk of a phase of the tile that begins at a line."""
+        streams = self.streams[phase]
+        if isinstance(streams, Weights):
+            streams.fetch(0, depth)
+            return
         for s in streams:
             s.fetch(s.places(at, depth), "0u", depth)
 
@@ -160,14 +172,9 @@ class Streaming(Values):
         def fetch() -> None:
             if phase is None:
                 at = self.w.let(f"l + {self.t.lines}u", 2, "l")
-                self.first_fetch(at, 2)
-                return
-            streams = self.streams[phase]
-            if isinstance(streams, Weights):
-                streams.fetch(0, 2)
+                self.fetch_first(self.order[0], at, 2)
             else:
-                for s in streams:
-                    s.fetch(s.places("l", 2), "0u", 2)
+                self.fetch_first(phase, "l", 2)
 
         return fetch
 
@@ -199,6 +206,11 @@ class Streaming(Values):
         w.line(BARRIER)
         ahead()
         w.blocks[-1] += self.multiply(i)
+        self.known_products(i)
+
+    def known_products(self, i: int) -> None:
+        """Say what a product's results are, with what its factors share."""
+        w, p, names = self.w, self.o.products[i], self.names(i)
         number = None if p.number == 1.0 else w.param(("number", i), p.number, "f32")
         for j, line in enumerate(self.places):
             for g in range(self.groups):
