@@ -16,6 +16,7 @@ from shaderdsl.codegen.program import Binding, Program
 from shaderdsl.codegen.schedule import IN_RANGE
 from shaderdsl.ir.stage import input_stage
 from shaderdsl.runtime import launch
+from shaderdsl.runtime.indices import checked, rewritten
 
 
 @pytest.fixture
@@ -39,34 +40,9 @@ def watched(kernel, flag):
     text = kernel.wgsl.replace(
         f"@binding({n}) var<uniform>", f"@binding({n + 1}) var<uniform>"
     )
-    lengths = {
-        name: f"arrayLength(&{name})"
-        for name in re.findall(r"var<storage, \w+> (\w+): array<", text)
-    }
-    lengths |= {
-        name: f"{count}u"
-        for name, count in re.findall(
-            r"var<workgroup> (\w+): array<.*?, (\d+)u?>;", text
-        )
-    }
+    text = rewritten(text, lambda i, n: f"in_range(u32({i}), {n})")
     head, main, body = text.partition("@compute")
-    assert main and lengths
-    # Ones inside of others last, so that both are looked at.
-    place = 0
-    while True:
-        found = re.compile(r"\b(\w+)\[").search(body, place)
-        if not found:
-            break
-        place = found.end()
-        if found[1] not in lengths:
-            continue
-        depth, end = 1, place
-        while depth:
-            depth += {"[": 1, "]": -1}.get(body[end], 0)
-            end += 1
-        inner = body[place : end - 1]
-        new = f"in_range(u32({inner}), {lengths[found[1]]})"
-        body = body[:place] + new + body[end - 1 :]
+    assert "in_range" in body
     helper = (
         f"@group(0) @binding({n}) var<storage, read_write> outside: "
         "array<atomic<u32>>;\n"
@@ -191,6 +167,17 @@ def test_the_watch_sees_what_is_out_of_range(gpu):
         return re.sub(r"if \(at >= .*?\) \{ return; \}", "", text)
 
     assert count_outside(gpu, trial, trial.choices[0], spoil)[1] > 0
+
+
+def test_a_text_may_check_its_own_indices(gpu):
+    """What runs where a library leaves all checks away."""
+    function, shapes = WORKS["map"]
+    (trial,) = trials_of(function, shapes)
+
+    def spoil(text):
+        return checked(re.sub(r"if \(at >= .*?\) \{ return; \}", "", text))
+
+    assert count_outside(gpu, trial, trial.choices[0], spoil)[1] == 0
 
 
 def test_unchecked_modules_give_the_same_and_can_be_turned_off(gpu, monkeypatch):

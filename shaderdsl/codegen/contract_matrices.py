@@ -26,8 +26,10 @@ from .program import Kernel
 from .schedule import BUILTINS, finish, fold
 from .writer import WIDTH, Writer, contiguous, indent
 
-#: Elements between rows of a chunk that keep them on different banks.
-_PAD = 8
+#: Elements between rows of a chunk, and of sums, that keep them on different banks.
+_PAD, _PAD_SUMS = 8, 8
+
+BARRIER = "workgroupBarrier();"
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class MatrixShape:
     @property
     def sums(self) -> int:
         """Sums that lie in workgroup memory at a time."""
-        return self.down * self.rows * self.bn
+        return self.down * self.rows * (self.bn + self.across * _PAD_SUMS)
 
     def fits(self, c: Contraction) -> bool:
         """Whether a workgroup can hold what a contraction takes."""
@@ -173,7 +175,8 @@ class Matrices(Tiled):
         across, down = -(-n // shape.bn), -(-m // shape.bm)
         Tile.__init__(self, c, w, across, down, rows, columns, splits, number)
         self.shape = shape
-        self.width = width
+        self.width, self.stride = width, width + _PAD_SUMS
+        self.area = shape.rows * self.stride
         self.arrays: dict[str, int] = {}
         self.begin()
 
@@ -292,55 +295,48 @@ class Matrices(Tiled):
     # -------------------------------------------------------------- results
 
     def lines(self, pieces: Pieces | None) -> list[str]:
-        s, w = self.shape, self.w
         loops = self.multiply()
-        w.open()
-        unit = WIDTH if self.c.wide else 1
-        area = s.rows * self.width
-        own = f"lane % {s.lanes}u"
-        w.line(f"let row = m0 + left0 + part * {s.rows}u + {own} / {self.beside}u;")
-        start = "n0 + right0" if unit == 1 else f"(n0 + right0) / {unit}u"
-        w.line(f"let column = {start} + {own} % {self.beside}u;")
-        w.line(
-            f"let own = sg * {area * len(self.acc)}u + {own} / {self.beside}u * "
-            f"{self.width}u + {own} % {self.beside}u * {unit}u;"
-        )
-        if pieces is None:
-            self.epilogue()
-        else:
-            self.partial(pieces)
-        return [
-            *w.blocks[0],
-            *loops,
-            f"for (var part = 0u; part < {s.block[0]}u; part = part + 1u) {{",
-            *indent(
-                [
-                    "workgroupBarrier();",
-                    *self.laid_down(),
-                    "workgroupBarrier();",
-                    *w.blocks[1],
-                ]
-            ),
-            "}",
-        ]
+        out = []
+        for part in range(self.shape.block[0]):
+            # One after the other: in a loop over them the sums leave their registers.
+            self.w.open()
+            self.place(part)
+            if pieces is None:
+                self.epilogue()
+            else:
+                self.partial(pieces)
+            text = self.w.close()
+            down = [BARRIER, *self.laid_down(part), BARRIER]
+            out += [*down, "{", *indent(text), "}"]
+        return [*self.w.blocks[0], *loops, *out]
 
-    def laid_down(self) -> list[str]:
+    def place(self, part: int) -> None:
+        """Where a thread's sums of one row of matrices are, and where they belong."""
+        s, w = self.shape, self.w
+        unit = WIDTH if self.c.wide else 1
+        own = f"lane % {s.lanes}u"
+        down, beside = f"{own} / {self.beside}u", f"{own} % {self.beside}u"
+        row = plus("m0 + left0", part * s.rows)
+        w.line(f"let row = {row} + {down};")
+        start = "n0 + right0" if unit == 1 else f"(n0 + right0) / {unit}u"
+        w.line(f"let column = {start} + {beside};")
+        w.line(
+            f"let own = sg * {self.area * len(self.acc)}u + {down} * {self.stride}u + "
+            f"{beside} * {unit}u;"
+        )
+
+    def laid_down(self, part: int) -> list[str]:
         """Store the sums of one row of matrices to workgroup memory."""
-        s = self.shape
-        area = s.rows * self.width
-        out = ["switch part {"]
-        for i in range(s.block[0]):
-            out.append(f"  case {i}u{', default' if i == s.block[0] - 1 else ''}: {{")
-            for acc, names in enumerate(self.acc):
-                for j, a in enumerate(names[i]):
-                    at = acc * area + j * s.columns
-                    place = plus(f"sg * {area * len(self.acc)}u", at)
-                    out.append(
-                        f"    subgroupMatrixStore<row_major>(&sums, {place}, {a}, "
-                        f"{self.width}u);"
-                    )
-            out.append("  }")
-        return [*out, "}"]
+        out = []
+        for acc, names in enumerate(self.acc):
+            for j, a in enumerate(names[part]):
+                at = acc * self.area + j * self.shape.columns
+                place = plus(f"sg * {self.area * len(self.acc)}u", at)
+                out.append(
+                    f"subgroupMatrixStore<row_major>(&sums, {place}, {a}, "
+                    f"{self.stride}u);"
+                )
+        return out
 
     def row_at(self, i: int) -> str:
         return plus("row", i * self.at_once)
@@ -350,8 +346,8 @@ class Matrices(Tiled):
 
     def result(self, acc: int, i: int, j: int) -> str:
         unit = WIDTH if self.c.wide else 1
-        area = self.shape.rows * self.width
-        at = acc * area + i * self.at_once * self.width + j * self.beside * unit
+        down, beside = i * self.at_once * self.stride, j * self.beside * unit
+        at = acc * self.area + down + beside
         if not self.c.wide:
             return f"sums[{plus('own', at)}]"
         parts = (f"sums[{plus('own', at + e)}]" for e in range(WIDTH))

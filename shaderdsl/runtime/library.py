@@ -35,6 +35,8 @@ class Library(Protocol):
         raw, ffi: its C functions.
         backend: the module that wraps them; its ``libf`` raise what goes wrong.
         optional: features that a device takes where the adapter has them.
+        at_once: whether it leaves checks of indices to all of a device's kernels or to
+            none; otherwise each module says so.
     """
 
     name: str
@@ -46,11 +48,16 @@ class Library(Protocol):
     ffi: Any
     backend: Any
     optional: tuple[str, ...]
+    at_once: bool
 
     def open(
-        self, adapter: Any, features: Sequence[str], limits: Mapping[str, int]
+        self,
+        adapter: Any,
+        features: Sequence[str],
+        limits: Mapping[str, int],
+        unchecked: bool,
     ) -> Any:
-        """A device of an adapter."""
+        """A device of an adapter; ``unchecked`` without checks, where `at_once`."""
         ...
 
     def submit(self, queue: Any, commands: Sequence[Any]) -> int:
@@ -99,7 +106,7 @@ class Library(Protocol):
 class _Native:
     """wgpu-py."""
 
-    name, subgroups, standard = "wgpu", "subgroup", False
+    name, subgroups, standard, at_once = "wgpu", "subgroup", False, False
     optional: tuple[str, ...] = ("subgroup-barrier",)
 
     def __init__(self, api: Any):
@@ -116,7 +123,11 @@ class _Native:
         )
 
     def open(
-        self, adapter: Any, features: Sequence[str], limits: Mapping[str, int]
+        self,
+        adapter: Any,
+        features: Sequence[str],
+        limits: Mapping[str, int],
+        unchecked: bool,
     ) -> Any:
         return adapter.request_device_sync(
             required_features=list(features), required_limits=dict(limits)
@@ -186,14 +197,15 @@ _TOGGLES = ("allow_unsafe_apis", "vulkan_enable_f16_on_nvidia")
 #: Workgroup memory is written before it is read, and ticks of 0.1 ms time no kernel.
 _DEVICE_ON = ("disable_workgroup_init",)
 _DEVICE_OFF = ("timestamp_quantization",)
+_UNCHECKED = ("disable_robustness",)
 
 _MATRICES = "chromium-experimental-subgroup-matrix"
 
 
 class _Dawn:
-    """wgpudawn.  Texts keep to the standard; indices are checked by the library."""
+    """wgpudawn.  Texts keep to the standard."""
 
-    name, subgroups, standard = "dawn", "subgroups", True
+    name, subgroups, standard, at_once = "dawn", "subgroups", True, True
     #: Pipelines are made by several threads at a time.
     optional: tuple[str, ...] = ("implicit-device-synchronization", _MATRICES)
 
@@ -208,13 +220,17 @@ class _Dawn:
             self._extras.set_instance_extras(enable_toggles=list(_TOGGLES))
 
     def open(
-        self, adapter: Any, features: Sequence[str], limits: Mapping[str, int]
+        self,
+        adapter: Any,
+        features: Sequence[str],
+        limits: Mapping[str, int],
+        unchecked: bool,
     ) -> Any:
         return self._extras.request_device_sync(
             self._fresh(adapter),
             required_features=list(features),
             required_limits=dict(limits),
-            enable_toggles=_DEVICE_ON,
+            enable_toggles=(*_DEVICE_ON, *(_UNCHECKED if unchecked else ())),
             disable_toggles=_DEVICE_OFF,
         )
 

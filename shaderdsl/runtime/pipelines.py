@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CompilerError, DeviceLostError
 from . import profiling
 from .adapters import library
+from .indices import checked
 from .launch import UNCHECKED, unchecked_module
 
 if TYPE_CHECKING:
     from ..codegen.program import Kernel
+    from ..codegen.target import Target
     from .wgpu_device import WgpuDevice
 
 wgpu = library.api
@@ -24,6 +26,14 @@ PARALLEL_FROM = 4
 
 #: What tells pipelines apart: text, access of each binding, whether parameters follow.
 Key = tuple[str, tuple[str, ...], bool, bool]
+
+
+def wants_unchecked(target: Target) -> bool:
+    """Whether kernels should go without checks where their indices are in range.
+
+    Software drivers check at no cost.
+    """
+    return os.environ.get("SHADERDSL_CHECKED") != "1" and target.family == "gpu"
 
 
 class Pipelines:
@@ -42,9 +52,8 @@ class Pipelines:
         self._lock = threading.Lock()
         self.compiled = 0
         #: Whether kernels whose indices are in range go without the driver's checks.
-        #: Software drivers check at no cost.
-        wanted = os.environ.get("SHADERDSL_CHECKED") != "1"
-        self.unchecked = wanted and UNCHECKED and device.target.family == "gpu"
+        self.unchecked = UNCHECKED and wants_unchecked(device.target)
+        self._own_checks = device.unchecked
 
     def get(self, kernels: Sequence[Kernel]) -> list[tuple[Any, Any]]:
         """``(pipeline, bind group layout)`` of each kernel; makes what is missing.
@@ -101,7 +110,10 @@ class Pipelines:
     def _module(self, kernel: Kernel) -> Any:
         if self.unchecked and kernel.in_range:
             return unchecked_module(self._gpu, kernel.name, kernel.wgsl)
-        return self._gpu.create_shader_module(label=kernel.name, code=kernel.wgsl)
+        code = kernel.wgsl
+        if self._own_checks and not kernel.in_range:
+            code = checked(code)
+        return self._gpu.create_shader_module(label=kernel.name, code=code)
 
     def _give_up(
         self, key: Key, future: Future[tuple[Any, Any]], error: Exception

@@ -27,7 +27,7 @@ from . import profiling, tuned
 from .adapters import LIMIT_NAMES, found, home, library, opened, refuse_fork
 from .buffers import Buffer, Pool, physical_memory
 from .device import STORAGE, VISIBLE, Device, DeviceInfo, say_once
-from .pipelines import Pipelines
+from .pipelines import Pipelines, wants_unchecked
 from .reading import Reading
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ class WgpuDevice(Device):
         self.target = replace(target, tuned=tuned.load(info.name, self.driver))
         if self.target.tuned.note:
             say_once(f"shaderdsl: {self.target.tuned.note}; run `shaderdsl tune` again")
+        #: Whether the library checks no index, so that texts must where it matters.
+        self.unchecked = library.at_once and wants_unchecked(self.target)
         wanted = self.target.features
         features = [
             name
@@ -79,7 +81,7 @@ class WgpuDevice(Device):
                 name = f"max-compute-workgroup-size-{axis}"
                 required[name] = adapter.limits[name]
         try:
-            self.gpu = library.open(adapter, features, required)
+            self.gpu = library.open(adapter, features, required, self.unchecked)
         except (RuntimeError, wgpu.GPUError) as error:
             raise DeviceError(f"{info.name} gave no device: {error}") from error
         self.queue = self.gpu.queue
