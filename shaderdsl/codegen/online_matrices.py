@@ -19,9 +19,10 @@ from ..ir.expr import Expr
 from .choice import pick
 from .contract_matrices import is_half, with_matrices
 from .contract_tile import plus
+from .online_masks import sum_value
 from .online_plan import Online, plain_tensors, steps_of
 from .online_stream import Streaming
-from .online_stream_parts import LOG2E, gentle, sum_value, take_out
+from .online_stream_parts import LOG2E, gentle, take_out
 from .online_stream_shape import Stream
 from .online_tile import BARRIER
 from .program import Kernel
@@ -238,7 +239,7 @@ class MatrixStreaming(Streaming):
         w.line(f"let down = sg / {t.across}u * {t.rows // t.down}u;")
         w.line(f"let across = sg % {t.across}u * {_SIDE}u;")
         self.pairs: dict[int, tuple[Near, Far]] = {}
-        self.columns: dict[int, Far] = {}
+        self.weighted: dict[int, Far] = {}
         for i, p in enumerate(o.products):
             near, far = self.factors[i]
             self.pairs[i] = (
@@ -248,14 +249,14 @@ class MatrixStreaming(Streaming):
         for i, s in enumerate(self.matrices):
             assert s.column is not None
             length = o.extent(s.column)
-            self.columns[i] = Far(
+            self.weighted[i] = Far(
                 self, self.weights[i], s.column, t.lc, length, "fars", f"w{i}"
             )
 
     def fetch_first(self, phase: tuple[str, int], at: str, depth: int) -> None:
         kind, i = phase
         if kind == "sum":
-            stream = self.columns[i]
+            stream = self.weighted[i]
             stream.fetch(stream.places(at, depth), "0u", depth)
             return
         for s in self.pairs[i]:
@@ -351,7 +352,7 @@ class MatrixStreaming(Streaming):
 
     def accumulate(self, i: int, ahead: Callable[[], None]) -> None:
         o, w, t = self.o, self.w, self.t
-        stream, column = self.columns[i], self.matrices[i].column
+        stream, column = self.weighted[i], self.matrices[i].column
         assert column is not None
         length = o.extent(column)
         stride = t.rows + _PAD
