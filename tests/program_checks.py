@@ -70,6 +70,12 @@ WAYS: dict[str, tuple[str, str, Callable[[Any, int], Any], str | None]] = {
     "drawn": ("wgpu", "portable", _target(choice=Drawn), None),
     "gpu drawn": ("wgpu", "portable", _target(family="gpu", choice=Drawn), None),
     "two-pass": ("wgpu", "portable", _target(online=False), None),
+    "gpu two-pass": (
+        "wgpu",
+        "portable",
+        _target(family="gpu", online=False),
+        None,
+    ),
     "stored": ("wgpu", "portable", _target(), "store"),
     "inlined": ("wgpu", "portable", _target(), "inline"),
     "unfused": ("wgpu", "portable", _target(), "alone"),
@@ -210,9 +216,9 @@ def fault(job: Job, name: str) -> str | None:
         off = float(np.abs(g - w).max())
         if off <= TOLERANCE * scale:  # a NaN is not
             continue
-        if not np.isfinite(w).all() and np.array_equal(
-            g, w.astype(np.float32), equal_nan=True
-        ):
+        with np.errstate(over="ignore"):
+            narrow = w.astype(np.float32)
+        if not np.isfinite(narrow).all() and np.array_equal(g, narrow, equal_nan=True):
             continue
         drift = drift or job.nudged()
         if not off <= TOLERANCE * scale + 10 * float(drift[k]):

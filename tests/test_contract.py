@@ -337,7 +337,7 @@ def columns(p, v):
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
-@pytest.mark.parametrize("n", [96, 50])
+@pytest.mark.parametrize("n", [96, 50, 33])
 def test_what_masks_empty_is_left_out(n, pieces):
     """Nothing outside of a mask counts, not even NaN; later tiles come first."""
     i, j = np.indices((n, n))

@@ -45,6 +45,48 @@ def test_in_one_more_way(first):
             pytest.fail(f"seed {seed}: {report(program, ways)}")
 
 
+# What runs in bulk found, cut down.
+FOUND = {
+    # a scatter whose values read many arrays: its links are one more
+    "portable": Program(
+        31200,
+        ((2, 2),),
+        (
+            Step("route", (0,), (4812, 33261, 53145, 52951)),
+            Step("softmax", (1,), (57787, 36263, 31439, 14091)),
+        ),
+        (2, 1),
+    ),
+    # a product whose masks leave a tile nothing but the last, partial chunk of k
+    "gpu two-pass": Program(
+        31346,
+        ((33, 33), (1, 33)),
+        (
+            Step("route", (1,), (16001, 39124, 9169, 38269)),
+            Step("attention", (0, 2), (50953, 55954, 22323, 17552)),
+        ),
+        (3,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found(name):
+    if not has_adapter():
+        pytest.skip("no adapter")
+    assert check(FOUND[name], [name]) is None
+
+
+def test_what_f32_cannot_hold_is_infinite(monkeypatch):
+    job = Job(Program(0, ((2, 40),), (Step("unary", (0,), (1,) * 4),), (1,)))
+    job.expected = [np.full_like(x, -1e68) for x in job.expected]
+    got = [np.full(x.shape, -np.inf, np.float32) for x in job.expected]
+    monkeypatch.setattr(job, "run", lambda graph: got)
+    assert fault(job, "cpu") is None
+    job.expected = [-x for x in job.expected]
+    assert "off by" in fault(job, "cpu")
+
+
 def test_every_kind_of_step_and_schedule_is_met():
     kinds, ranks, archetypes, most = set(), set(), set(), 0
     for seed in range(0, COUNT, 5):

@@ -320,7 +320,9 @@ class Tiled(Tile):
         start, stop = self.needed(*self.piece(p, length, 1, depth))
         first = start
         if self.firsts or self.ends:  # fetched even where nothing is needed
-            first = w.let(f"min({start}, max({stop}, {s.bk}u) - {s.bk}u)", depth, "s")
+            # The last chunk may be a part of one: it begins below stop - bk + 1.
+            last = f"(max({stop}, 1u) - 1u) / {s.bk}u * {s.bk}u"
+            first = w.let(f"min({start}, {last})", depth, "s")
         shares = self.shares(p, depth)
         for x in shares.values():
             w.blocks[depth] += [f"var {n}: {self.word(x.mode)};" for n in x.names]

@@ -26,6 +26,7 @@ from .member import (
     anchor_axes,
     digit_axes,
     make_member,
+    scatter_parts,
 )
 from .online_chain import Chain
 from .online_readers import Points
@@ -168,14 +169,17 @@ class Partition:
                 continue
             assert s.body is not None
             body = guarded(inliner.body(s.body, s.space), self.online.scores)
-            if len({n.data for n in E.loads(body)}) > self.limit - 1:
-                body = self._shorten(s, body, members)
+            # Beside what is loaded: the result, and the links of a scatter.
+            links = s.kind == "reduce" and scatter_parts(s, body) is not None
+            most = self.limit - 1 - links
+            if len({n.data for n in E.loads(body)}) > most:
+                body = self._shorten(s, body, members, most)
             members.append(make_member(s, body))
         return members
 
-    def _shorten(self, s: Stage, body: Expr, members: list[Member]) -> Expr:
-        """A body that loads more arrays than a kernel can bind: parts of it become
-        stages of their own.
+    def _shorten(self, s: Stage, body: Expr, members: list[Member], most: int) -> Expr:
+        """A body that loads more arrays than ``most``, which a kernel can bind beside
+        its results: parts of it become stages of their own.
         """
         live = [a for a in range(len(s.space)) if s.space[a] != 1]
         while True:
@@ -186,14 +190,14 @@ class Partition:
                 for x in n.args:
                     found |= count[x]
                 count[n] = frozenset(found)
-                small = 2 <= len(found) < self.limit - 1
+                small = 2 <= len(found) < most
                 if (
                     n.kind == "apply"
                     and small
                     and (best is None or len(found) > len(count[best]))
                 ):
                     best = n
-            if len(count[body]) <= self.limit - 1 or best is None:
+            if len(count[body]) <= most or best is None:
                 return body
             best = self._narrow_part(s, body, count) or best
             axes = [a for a in live if best.free >> a & 1]
