@@ -11,6 +11,7 @@ plain expression.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,9 @@ BARRIER = "workgroupBarrier();"
 class MatrixShape:
     """Results of a workgroup, ``bk`` positions of k at a time, and its subgroups along
     m and n; ``lanes`` of them each, with matrices of ``rows`` rows and so on.
+
+    So many matrices of each subgroup as ``laid`` are in workgroup memory at a time when
+    the sums are done; ``panel`` columns of tiles are walked down side by side.
     """
 
     bm: int
@@ -43,6 +47,8 @@ class MatrixShape:
     bk: int
     down: int
     across: int
+    laid: int = 4
+    panel: int = 0
     rows: int = 16
     columns: int = 16
     depth: int = 16
@@ -65,7 +71,8 @@ class MatrixShape:
     @property
     def sums(self) -> int:
         """Sums that lie in workgroup memory at a time."""
-        return self.down * self.rows * (self.bn + self.across * _PAD_SUMS)
+        stride = self.laid * self.columns + _PAD_SUMS
+        return self.down * self.across * self.rows * stride
 
     def fits(self, c: Contraction) -> bool:
         """Whether a workgroup can hold what a contraction takes."""
@@ -77,6 +84,8 @@ class MatrixShape:
             for p in c.passes
         )
         down, across = self.block
+        if across % self.laid:
+            return False
         sums = down * across * self.rows * self.columns // self.lanes
         return (
             (self.rows, self.columns, self.depth, self.lanes)
@@ -165,7 +174,7 @@ class Matrices(Tiled):
         number: str | None = None,
     ):
         _, m, n, _ = c.sizes
-        width = shape.bn // shape.across  # columns of a subgroup
+        width = shape.laid * shape.columns
         unit = WIDTH if c.wide else 1
         #: Lanes along a row of sums, and rows that a subgroup takes at a time.
         self.beside = min(width // unit, shape.lanes)
@@ -175,7 +184,7 @@ class Matrices(Tiled):
         across, down = -(-n // shape.bn), -(-m // shape.bm)
         Tile.__init__(self, c, w, across, down, rows, columns, splits, number)
         self.shape = shape
-        self.width, self.stride = width, width + _PAD_SUMS
+        self.stride = width + _PAD_SUMS
         self.area = shape.rows * self.stride
         self.arrays: dict[str, int] = {}
         self.begin()
@@ -183,12 +192,12 @@ class Matrices(Tiled):
     def begin(self) -> None:
         w, s = self.w, self.shape
         self.seen = seen(self.c, s.bm, s.bn)
-        self.decode(s.bm if self.seen.grows else 0)
+        self.decode(s.bm if self.seen.grows else 0, s.panel)
         w.line(f"let m0 = tile_m * {s.bm}u;")
         w.line(f"let n0 = tile_n * {s.bn}u;")
         self.firsts, self.ends = self.seen.texts(self)
         w.line(f"let left0 = sg / {s.across}u * {s.bm // s.down}u;")
-        w.line(f"let right0 = sg % {s.across}u * {self.width}u;")
+        w.line(f"let right0 = sg % {s.across}u * {s.bn // s.across}u;")
 
     # ------------------------------------------------------ into workgroup memory
 
@@ -297,39 +306,42 @@ class Matrices(Tiled):
     def lines(self, pieces: Pieces | None) -> list[str]:
         loops = self.multiply()
         out = []
-        for part in range(self.shape.block[0]):
-            # One after the other: in a loop over them the sums leave their registers.
+        down, across = self.shape.block
+        # One after the other: in a loop over them the sums leave their registers.
+        steps = itertools.product(range(down), range(0, across, self.shape.laid))
+        for part, first in steps:
             self.w.open()
-            self.place(part)
+            self.place(part, first)
             if pieces is None:
                 self.epilogue()
             else:
                 self.partial(pieces)
             text = self.w.close()
-            down = [BARRIER, *self.laid_down(part), BARRIER]
-            out += [*down, "{", *indent(text), "}"]
+            out += [BARRIER, *self.laid_down(part, first), BARRIER]
+            out += ["{", *indent(text), "}"]
         return [*self.w.blocks[0], *loops, *out]
 
-    def place(self, part: int) -> None:
-        """Where a thread's sums of one row of matrices are, and where they belong."""
+    def place(self, part: int, first: int) -> None:
+        """Where a thread's sums of some matrices are, and where they belong."""
         s, w = self.shape, self.w
         unit = WIDTH if self.c.wide else 1
         own = f"lane % {s.lanes}u"
         down, beside = f"{own} / {self.beside}u", f"{own} % {self.beside}u"
         row = plus("m0 + left0", part * s.rows)
         w.line(f"let row = {row} + {down};")
-        start = "n0 + right0" if unit == 1 else f"(n0 + right0) / {unit}u"
+        start = plus("n0 + right0", first * s.columns)
+        start = start if unit == 1 else f"({start}) / {unit}u"
         w.line(f"let column = {start} + {beside};")
         w.line(
             f"let own = sg * {self.area * len(self.acc)}u + {down} * {self.stride}u + "
             f"{beside} * {unit}u;"
         )
 
-    def laid_down(self, part: int) -> list[str]:
-        """Store the sums of one row of matrices to workgroup memory."""
+    def laid_down(self, part: int, first: int) -> list[str]:
+        """Store the sums of some matrices to workgroup memory."""
         out = []
         for acc, names in enumerate(self.acc):
-            for j, a in enumerate(names[part]):
+            for j, a in enumerate(names[part][first : first + self.shape.laid]):
                 at = acc * self.area + j * self.shape.columns
                 place = plus(f"sg * {self.area * len(self.acc)}u", at)
                 out.append(

@@ -15,10 +15,10 @@ from .contract_shapes import workgroups
 #: a large product.
 MATRIX_SHAPES = (
     (MatrixShape(128, 128, 32, 2, 2), 1.0),
-    (MatrixShape(128, 64, 32, 2, 2), 0.8),
+    (MatrixShape(128, 64, 32, 2, 2, 2), 0.8),
     (MatrixShape(64, 128, 32, 2, 2), 0.8),
-    (MatrixShape(64, 64, 32, 2, 2), 0.6),
-    (MatrixShape(32, 32, 32, 1, 2), 0.3),
+    (MatrixShape(64, 64, 32, 2, 2, 2), 0.6),
+    (MatrixShape(32, 32, 32, 1, 2, 1), 0.3),
 )
 
 
