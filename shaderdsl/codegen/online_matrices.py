@@ -62,9 +62,11 @@ class MatrixStream(Stream):
 
 
 STREAMS = (
-    MatrixStream(64, 64, 8, 16, 32, 64),
     MatrixStream(64, 64, 8, 16, 64, 64),
+    MatrixStream(64, 64, 8, 16, 32, 64),
     MatrixStream(64, 64, 8, 16, 32, 32),
+    MatrixStream(32, 64, 8, 8, 128, 64, down=1),
+    MatrixStream(32, 64, 8, 8, 64, 64, down=1),
     MatrixStream(32, 64, 8, 8, 32, 64, down=1),
     MatrixStream(32, 64, 8, 8, 32, 32, down=1),
     MatrixStream(32, 64, 8, 8, 16, 32, down=1),
@@ -253,14 +255,26 @@ class MatrixStreaming(Streaming):
                 self, self.weights[i], s.column, t.lc, length, "fars", f"w{i}"
             )
 
+    @property
+    def stays(self) -> bool:
+        """Whether the rows' factor is in workgroup memory for all tiles."""
+        o = self.o
+        return len(o.products) == 1 and o.extent(o.products[0].inner) == self.t.dc
+
     def fetch_first(self, phase: tuple[str, int], at: str, depth: int) -> None:
         kind, i = phase
         if kind == "sum":
             stream = self.weighted[i]
             stream.fetch(stream.places(at, depth), "0u", depth)
             return
-        for s in self.pairs[i]:
-            s.fetch(s.places(at, depth), "0u", depth)
+        near, far = self.pairs[i]
+        far.fetch(far.places(at, depth), "0u", depth)
+        if depth > 1 and self.stays:
+            return
+        near.fetch(near.places(at, depth), "0u", depth)
+        if self.stays:
+            self.w.line(BARRIER, depth)
+            self.w.blocks[depth] += near.keep()
 
     # -------------------------------------------------------------- matrices
 
@@ -324,7 +338,7 @@ class MatrixStreaming(Streaming):
             w.line(f"for (var d = 0u; d < {chunks - 1}u; d = d + 1u) {{")
             w.blocks[-1] += [*indent(body), "}"]
         w.line(BARRIER)
-        w.blocks[-1] += [*near.keep(), *far.keep()]
+        w.blocks[-1] += [*([] if self.stays else near.keep()), *far.keep()]
         w.line(BARRIER)
         ahead()
         w.blocks[-1] += multiply()
