@@ -88,7 +88,13 @@ def _below(
 
 
 def _compares(s: Stage) -> bool:
-    return s.body is not None and any(map(_is_comparison, E.values(s.body)))
+    body = s.body
+    if body is None:
+        return False
+    found: bool = E.known(
+        body, "compares", lambda: any(map(_is_comparison, E.values(body)))
+    )
+    return found
 
 
 def _is_comparison(n: Expr) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ..ir import expr as E
 from ..ir.expr import Expr
@@ -133,10 +134,14 @@ def _exponentials(order: Sequence[Stage]) -> set[Stage]:
     for s in reversed(order):
         if s.body is None:
             continue
-        own = any(n.kind == "apply" and n.data == "exp" for n in E.values(s.body))
+        own = E.known(s.body, "exp", partial(_has_exponential, s.body))
         if own or (s.kind == "map" and s in hot and s.keep != "store"):
             hot |= {n.data for n in s.loads}
     return hot
+
+
+def _has_exponential(body: Expr) -> bool:
+    return any(n.kind == "apply" and n.data == "exp" for n in E.values(body))
 
 
 def parts_of(member: Member) -> ContractParts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 from ..ir import expr as E
 from ..ir.stage import Stage
@@ -16,9 +17,11 @@ from .arrangement import Arrangement
 from .contract_plan import analyse
 from .contract_shapes import choose_shape, workgroups
 from .partition import Group
+from .program import Tensor
 from .row import row_shape
 from .schedule import kernel_bodies
 from .target import Target
+from .templates import signature
 
 # Parts of one kernel: each adds to the time that a driver takes to compile it.
 _MOST = 4
@@ -39,19 +42,28 @@ def merge_siblings(a: Arrangement, target: Target) -> None:
     if target.family == "software":
         # Mesa's driver on the CPU walks both sides of a branch (docs/rejected.md).
         return
-    found: dict[Group, list[tuple[Stage, int]]] = {}
+    found: dict[Group, list[tuple[Tensor, int]]] = {}
+    known: dict[Any, list[tuple[int, int]]] = {}  # the layers of a model are alike
     for g in a.partition.groups:
         if g.kind != "contract" or not a.untouched(g):
             continue
-        c = analyse(g, target)
-        if workgroups(c, choose_shape([c], 1 << 30)[0]) > _ENOUGH:
-            continue
-        factors = [f.expr for x in c.products for f in (x.left, x.right)]
-        keys = [(n.data, c.sizes[3]) for n in E.loads(*factors)]
-        if keys:
-            found[g] = keys
+        key, numbers = signature(g)
+        if key not in known:
+            known[key] = [(numbers[s], k) for s, k in _operands(g, target)]
+        arrays = list(numbers)
+        if known[key]:
+            found[g] = [(arrays[i], k) for i, k in known[key]]
     for groups in _sets(found):
         _merge(groups, a, target)
+
+
+def _operands(g: Group, target: Target) -> list[tuple[Stage, int]]:
+    """Arrays that a contraction reads, with its length; none if it fills a device."""
+    c = analyse(g, target)
+    if workgroups(c, choose_shape([c], 1 << 30)[0]) > _ENOUGH:
+        return []
+    factors = [f.expr for x in c.products for f in (x.left, x.right)]
+    return [(n.data, c.sizes[3]) for n in E.loads(*factors)]
 
 
 def merge_maps(a: Arrangement, target: Target) -> None:

@@ -13,9 +13,12 @@ import struct
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CompilerError, DTypeError
+
+if TYPE_CHECKING:
+    from .primitives import Primitive
 
 FLOATS = ("f32", "f16")
 INTS = ("i32", "u32")
@@ -168,6 +171,9 @@ def load(stage: Any, indices: Iterable[Expr]) -> Expr:
 
 # ------------------------------------------------------------------ application
 
+#: The rows of `primitives`, which fills it.
+PRIMITIVES: dict[str, Primitive] = {}
+
 
 def lift(value: Expr | bool | int | float, dtype: str | None = None) -> Expr:
     """A Python number becomes a constant; an expression stays."""
@@ -213,6 +219,8 @@ def _fitting(args: list[Expr], dtype: str) -> list[Expr]:
 
 def promote(args: list[Expr], where: str = "") -> list[Expr]:
     """Bring operands to one dtype: bool < i32, u32 < f32; constants are weak."""
+    if all(a.dtype == "f32" for a in args):
+        return args
     kinds = {a.dtype for a in args if a.kind != "const"} or {a.dtype for a in args}
     # A float constant makes integers into floats; an integer constant takes the others'
     # type.
@@ -235,8 +243,6 @@ def apply(name: str, *operands: Expr | bool | int | float) -> Expr:
     """A primitive of operands, with types brought together and the simplest identities
     removed.
     """
-    from .primitives import PRIMITIVES
-
     prim = PRIMITIVES[name]
     args = prim.prepare([lift(a) for a in operands])
     if name == "neg" and args[0].dtype == "u32":
@@ -357,7 +363,16 @@ def topo(*roots: Expr, into: Callable[[Expr], bool] | None = None) -> list[Expr]
 
 def values(*roots: Expr) -> list[Expr]:
     """Like :func:`topo`, but an index inside a load is an address and not a value."""
-    return topo(*roots, into=lambda n: n.kind != "load")
+    if len(roots) != 1 or not roots[0].args:
+        return topo(*roots, into=_is_no_load)
+    below: tuple[Expr, ...] = known(
+        roots[0], "values", lambda: tuple(topo(*roots, into=_is_no_load)[:-1])
+    )
+    return [*below, roots[0]]
+
+
+def _is_no_load(n: Expr) -> bool:
+    return n.kind != "load"
 
 
 def loads(*roots: Expr) -> list[Expr]:
@@ -434,13 +449,20 @@ def substitute(root: Expr, axes: Mapping[int, Expr]) -> Expr:
     if not root.free & mask:
         return root
     memo: dict[Expr, Expr] = {}
-    for n in topo(root, into=lambda n: bool(n.free & mask)):
-        if not n.free & mask:
-            memo[n] = n
-        elif n.kind == "index":
+    stack = [root]
+    while stack:
+        n = stack[-1]
+        if n in memo:
+            stack.pop()
+            continue
+        if n.kind == "index":
             memo[n] = axes[n.data]
-        else:
-            memo[n] = rebuild(n, tuple(memo[x] for x in n.args))
+            continue
+        missing = [x for x in n.args if x.free & mask and x not in memo]
+        if missing:
+            stack += reversed(missing)
+            continue
+        memo[n] = rebuild(n, tuple(memo[x] if x.free & mask else x for x in n.args))
     return memo[root]
 
 

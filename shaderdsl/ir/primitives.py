@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DTypeError
+from .expr import PRIMITIVES as PRIMITIVES
 from .expr import Expr, apply, cast, const, promote, where
 
 Pull = Callable[..., Sequence[Expr | None]]
@@ -77,9 +78,6 @@ class Primitive:
         if self.gives:
             return self.gives
         return args[1].dtype if self.takes == "where" else args[0].dtype
-
-
-PRIMITIVES: dict[str, Primitive] = {}
 
 
 def _row(
