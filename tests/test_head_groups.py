@@ -178,3 +178,33 @@ def test_a_step_of_two_layers(budget):
     for a, b in zip(grads, wanted, strict=True):
         scale = max(1.0, np.abs(b).max())
         np.testing.assert_allclose(a.numpy() / scale, b / scale, 1e-4, 2e-5)
+
+
+def test_layers_whole_within_a_budget_of_one(budget):
+    """Each layer's are stored whole: the next one's take the same memory. What two
+    attentions of one input give exists at one time, and does not fit.
+    """
+    shapes = [sd.spec("f32", 1, 4, N, D)] * 3
+
+    def layers(q, k, v):
+        y = ops.attention(q, k, v)
+        return ops.attention(ops.attention(y, k, v), k, v)
+
+    def beside(q, k, v):
+        return ops.attention(q, k, v) + ops.attention(k, q, v)
+
+    def planned(f, scores):
+        budget(scores)
+        low = sd.lower(f, *shapes, backward=True)
+        slots = plan_memory(low.program, frozenset()).slots
+        return low, sum(s.nbytes for s in slots if s.kind == "temp")
+
+    (whole, taken), (never, least) = planned(layers, 4 * ONE), planned(layers, 0)
+    assert whole.explain().count("is stored: two kernels need it") == 3
+    assert not any(k.windows for k in whole.kernels)
+    assert "two kernels need it" not in never.explain()
+    assert taken <= least + 4 * ONE
+    assert "is stored: two kernels" not in planned(beside, 4 * ONE)[0].explain()
+    assert "is stored: two kernels" in planned(beside, 8 * ONE)[0].explain()
+    budget(4 * ONE)
+    check(layers, *heads(4, 4, N, N, D))

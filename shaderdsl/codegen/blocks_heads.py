@@ -21,7 +21,7 @@ from .blocks_rows import Axes, loaded_rows, read_rows, steps_of
 from .member import contract_parts
 from .online_groups import sums_by_group
 from .online_runs import find_products, soft_maps
-from .online_scores import scores_budget
+from .online_scores import most_at_once, scores_budget
 from .online_steps import sums_in_steps
 from .target import Target
 
@@ -36,12 +36,14 @@ def add_head_loops(found: Found, target: Target) -> None:
     wide = _wide(order, set(found.outs))
     budget = scores_budget(order, target)
     most = min(budget, target.limits.max_binding_bytes)
-    if sum(s.nbytes for s in wide) <= budget and all(s.nbytes <= most for s in wide):
+    if most_at_once(order, wide) <= budget and all(s.nbytes <= most for s in wide):
         return
     found.outs = sums_in_steps(found.outs, target)
     whole = Anchored(found.outs, _unbounded(target), found.loops)
-    maps = list(whole.online.scores)
-    if sum(s.nbytes for s in maps) <= budget and all(s.nbytes <= most for s in maps):
+    maps = {s: x.readers for s, x in whole.online.scores.items()}
+    if most_at_once(whole.order, maps) <= budget and all(
+        s.nbytes <= most for s in maps
+    ):
         return
     mine, order = Found(found.outs), _order(found.outs)
     for s in maps:
@@ -82,16 +84,16 @@ def _order(outs: Sequence[Stage]) -> list[Stage]:
     return [s for s in topo_stages(outs) if s.kind != "input" and s.size]
 
 
-def _wide(order: Sequence[Stage], outs: set[Stage]) -> list[Stage]:
-    """Maps of products that two reductions read."""
+def _wide(order: Sequence[Stage], outs: set[Stage]) -> dict[Stage, list[Stage]]:
+    """Maps of products that two reductions read, with these."""
     anchors = {s for s in order if s.kind == "reduce"} | outs
     soft = soft_maps(order, find_products(order, anchors, outs))
-    users: dict[Stage, int] = {}
+    users: dict[Stage, list[Stage]] = {}
     for s in order:
         if s.kind == "reduce":
             for t in {n.data for n in s.loads} & soft:
-                users[t] = users.get(t, 0) + 1
-    return [s for s, n in users.items() if n > 1 and s.dtype == "f32"]
+                users.setdefault(t, []).append(s)
+    return {s: u for s, u in users.items() if len(u) > 1 and s.dtype == "f32"}
 
 
 def _circular(loops: Sequence[Loop], order: Sequence[Stage]) -> bool:

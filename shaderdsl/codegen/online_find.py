@@ -26,7 +26,7 @@ from .online_runs import (
     soft_maps,
     split_run,
 )
-from .online_scores import Scores, scores_budget, store_scores
+from .online_scores import Scores, reach_of, scores_budget, store_scores
 from .target import Target
 
 
@@ -256,7 +256,7 @@ def _find(
             refused[s] = run if apart == NO_SUM else f"{run}; {apart}"
         else:
             others[s] = apart
-    reach = _reach(order, [*(r.stage for r in runs), *others])
+    reach = reach_of(order, [*(r.stage for r in runs), *others])
     chains: list[Chain] = []
     for run in runs:
         if not any(_join(c, run, products, reach, stored, target) for c in chains):
@@ -276,8 +276,9 @@ def _find(
             if wrong:
                 none.log.append(f"{x.name} {list(x.shape)} is stored: {wrong} need it")
         return none
+    budget = scores_budget(order, target)
     scores, freed = store_scores(
-        chains, order, soft, inner, products, outs, target, scores_budget(order, target)
+        chains, order, soft, inner, products, outs, reach, target, budget
     )
     runs = [r for r in runs if r.stage not in freed]
     readers = {x: [s for s in all_ if s not in freed] for x, all_ in readers.items()}
@@ -330,18 +331,6 @@ def _never_stored(
 
 
 # ------------------------------------------------------------------ chains
-
-
-def _reach(order: Sequence[Stage], runs: Sequence[Stage]) -> dict[Stage, int]:
-    """The runs that each stage needs or is, as bits."""
-    bit = {s: 1 << i for i, s in enumerate(runs)}
-    out: dict[Stage, int] = {}
-    for s in order:
-        mask = bit.get(s, 0)
-        for n in s.loads:
-            mask |= out.get(n.data, 0)
-        out[s] = mask
-    return out
 
 
 def _open(run: Run) -> Chain:

@@ -9,7 +9,7 @@ read: a reader asks the same conditions again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,11 +31,18 @@ class Scores:
 
     Args:
         conditions: outside of them it is 0, and not written.
-        sums: of both kernels: the one that stores it and the one that reads it.
+        hosts, readers: the sums of the kernel that stores it, and of the one that reads
+            it.
     """
 
     conditions: list[Expr]
-    sums: tuple[Stage, ...]
+    hosts: tuple[Stage, ...]
+    readers: tuple[Stage, ...]
+
+    @property
+    def sums(self) -> tuple[Stage, ...]:
+        """Of both kernels."""
+        return (*self.hosts, *self.readers)
 
 
 #: What the schedule of streams takes, whatever the limits of a device.
@@ -49,10 +56,15 @@ def store_scores(
     inner: set[Stage],
     products: dict[Stage, Member],
     outs: set[Stage],
+    reach: Mapping[Stage, int],
     target: Target,
     budget: int,
 ) -> tuple[dict[Stage, Scores], set[Stage]]:
     """Let chains store maps that other chains would compute again.
+
+    Args:
+        reach: the runs that each stage needs or is (`reach_of`).
+        budget: bytes of such maps that may exist at one time.
 
     Returns:
         the maps, and the sums that are no runs any more, whose chains are gone.
@@ -61,10 +73,11 @@ def store_scores(
     freed: set[Stage] = set()
     if target.family != "gpu" or len(chains) < 2:
         return stored, freed
-    most = min(budget, target.limits.max_binding_bytes)
     for s in order:
         if s not in soft or s in outs or s.kind != "map" or s.dtype != "f32":
             continue
+        beside = sum(t.nbytes for t in stored if _lives(stored[t].readers, s, reach))
+        most = min(budget - beside, target.limits.max_binding_bytes)
         if s.nbytes > most or any(len(g) != 1 for g in s.groups):
             continue
         users = [t for t in order if any(n.data is s for n in t.loads)]
@@ -79,18 +92,55 @@ def store_scores(
             if _reads_nothing_else(other, s, inner, products) and _takes(
                 host, run, products, target
             ):
-                sums = tuple(r.stage for c in (host, other) for r in c.runs)
+                sums = [tuple(r.stage for r in c.runs) for c in (host, other)]
                 host.runs.append(run)
                 chains.remove(other)
                 freed |= {r.stage for r in other.runs}
-                stored[s] = Scores(_conditions(run.member), sums)
-                most -= s.nbytes
+                stored[s] = Scores(_conditions(run.member), *sums)
                 break
     return stored, freed
 
 
+def reach_of(order: Sequence[Stage], marked: Iterable[Stage]) -> dict[Stage, int]:
+    """The marked stages that each stage needs or is, as bits."""
+    bit = {s: 1 << i for i, s in enumerate(marked)}
+    out: dict[Stage, int] = {}
+    for s in order:
+        mask = bit.get(s, 0)
+        for n in s.loads:
+            mask |= out.get(n.data, 0)
+        out[s] = mask
+    return out
+
+
+def _lives(sums: Iterable[Stage], s: Stage, reach: Mapping[Stage, int]) -> bool:
+    """Whether scores may exist beside others: one of the sums that read them is not
+    needed by these, so it may come later.
+    """
+    return any(reach[t] & ~reach[s] for t in sums)
+
+
+def most_at_once(
+    order: Sequence[Stage], scores: Mapping[Stage, Iterable[Stage]]
+) -> int:
+    """Bytes of scores that exist at one time, each until what reads it is done.
+
+    The layers of a model come one after another: the next one needs what that gives.
+    """
+    reach = reach_of(order, dict.fromkeys(t for sums in scores.values() for t in sums))
+    most = 0
+    done: list[Stage] = []
+    for s in [s for s in order if s in scores]:
+        beside = sum(t.nbytes for t in done if _lives(scores[t], s, reach))
+        most = max(most, s.nbytes + beside)
+        done.append(s)
+    return most
+
+
 def scores_budget(order: Sequence[Stage], target: Target) -> int:
-    """Bytes of scores that may be stored: a quarter of the graph, or as set."""
+    """Bytes of scores that may be stored at one time: a quarter of the graph, or as
+    set.
+    """
     if target.scores is not None:
         return target.scores
     made = set(order)
