@@ -14,7 +14,9 @@ from test_attention import check, heads, make, retarget  # noqa: F401
 import shaderdsl as sd
 from shaderdsl import ops
 from shaderdsl.codegen import online_shape
+from shaderdsl.codegen.contract_registers import sharing_lanes
 from shaderdsl.codegen.target import Features
+from shaderdsl.runtime import current
 
 T, S = 37, 40
 DOCUMENTS = np.sort(np.random.default_rng(0).integers(0, 3, (2, S)), axis=1)
@@ -29,6 +31,12 @@ def between(i, j):
 HOOKS = {
     "relative": (lambda x, b, h, i, j, bias: x + bias[h, i - j + 16], (4, 33), 16),
     "every distance": (lambda x, b, h, i, j, bias: x + bias[h, i - j + S], (4, 81), 0),
+    "distances the other way": (
+        lambda x, b, h, i, j, bias: x + bias[h, j - i + S],
+        (4, 81),
+        0,
+    ),
+    "sums of positions": (lambda x, b, h, i, j, bias: x + bias[h, i + j], (4, 90), 0),
     "uneven": (lambda x, b, h, i, j, bias: x + bias[h, i + 2 * j], (4, 160), 0),
     "factor": (lambda x, b, h, i, j, bias: x * bias[h, i - j + 16], (4, 33), 16),
     "clipped": (
@@ -88,6 +96,21 @@ def test_gradients_of_captured_arrays(wgpu, name):
     hook, shape, window = HOOKS[name]
     bias = np.abs(make(*shape, seed=3)) + 0.5
     check(attention(hook, window), *heads(4, 2, T, S, 16, b=2), bias)
+
+
+def test_bands_of_diagonals(wgpu):
+    """Distances are summed a band at a time where values go around in subgroups;
+    numbers of rows, lines, distances and of a head's elements that are no multiples.
+    """
+    if not sharing_lanes(current().target):
+        pytest.skip("values do not go around on this adapter")
+    hook = lambda x, b, h, i, j, bias: x * bias[h, i - j + 20]  # noqa: E731
+    for t, s, window, distances in ((21, 33, 13, 33), (9, 30, 11, 41), (40, 40, 9, 30)):
+        f = attention(hook, window)
+        args = (*heads(4, 2, t, s, 6), make(4, distances, seed=3))
+        low = sd.lower(f, *args, backward=True)
+        assert "a band of distances at a time" in low.explain()
+        check(f, *args)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from ..ir.expr import Expr
 from ..ir.indexmap import split
 from ..ir.stage import Stage, factors, product
 from .address import clamped
+from .online_bands import band_kernels, find_bands
 from .online_readers import UNROLLED, lanes_of
 from .online_runs import parts_of
 from .partition import Group
@@ -48,7 +49,8 @@ class _Product:
 
 def points_kernels(g: Group, target: Target) -> list[Kernel]:
     """Print a group of such sums and the maps of them."""
-    return [_Points(g, target).kernel()]
+    bands = find_bands(g, target)
+    return [_Points(g, target).kernel()] if bands is None else band_kernels(bands)
 
 
 class _Points:

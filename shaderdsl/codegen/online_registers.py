@@ -28,6 +28,7 @@ from .online_plan import (
 )
 from .program import Kernel
 from .schedule import BUILTINS, finish, fold, kernel_name
+from .target import Target
 from .writer import WIDTH, Writer, indent
 
 
@@ -52,7 +53,7 @@ def registers(o: Online, rows: Rows) -> Kernel:
     """Print the kernel."""
     w = Writer(o.group.space, o.target)
     plain_tensors(o, w)
-    lines = _Registers(o, w, rows).lines()
+    lines = Registers(o, w, rows).lines()
     tiles = steps_of(o.extent(o.row), rows.size)
     kernel = finish(
         o.group,
@@ -64,15 +65,20 @@ def registers(o: Online, rows: Rows) -> Kernel:
         rows.size,
         fold(tiles * o.batches, o.target),
     )
-    if rows.shared:
-        builtins = f"{BUILTINS}, @builtin(subgroup_invocation_id) sub: u32"
-        enable = "enable subgroups;\n" if o.target.enable_subgroups_directive else ""
-        kernel = replace(kernel, wgsl=enable + kernel.wgsl.replace(BUILTINS, builtins))
-    return kernel
+    return with_subgroups(kernel, o.target) if rows.shared else kernel
 
 
-class _Registers:
-    """Blocks of the writer: 0 a row, 1 an outer position, 2 a step, 3 a line."""
+def with_subgroups(kernel: Kernel, target: Target) -> Kernel:
+    """A kernel that knows its place in the subgroup as ``sub``."""
+    builtins = f"{BUILTINS}, @builtin(subgroup_invocation_id) sub: u32"
+    enable = "enable subgroups;\n" if target.enable_subgroups_directive else ""
+    return replace(kernel, wgsl=enable + kernel.wgsl.replace(BUILTINS, builtins))
+
+
+class Registers:
+    """The text of one thread. Blocks of the writer: 0 a row, 1 an outer position, 2 a
+    step.
+    """
 
     def __init__(self, o: Online, w: Writer, rows: Rows):
         self.o, self.w, self.rows = o, w, rows
@@ -199,6 +205,18 @@ class _Registers:
             self.places.append(self.axes.at(o.line, w.let(at, 2), 2))
         self.masks.tile()
         mine = self.axes.at(o.line, self.shared_at(), 2) if rows.shared else {}
+        self.multiply(near, mine)
+        if o.score is not None:
+            self.grow(o.score)
+        weights = [self.weights(s, mine) for s in o.sums] if rows.shared else []
+        for e, line in enumerate(self.places):
+            for i, s in enumerate(o.sums):
+                self.add(i, s, line, e, weights)
+
+    def multiply(self, near: list[list[str]], mine: dict[int, int]) -> None:
+        """Products of the row with the lines of a step."""
+        o, w, rows = self.o, self.w, self.rows
+        self.kept: dict[Expr, list[str]] = {}
         far: list[list[str]] = []
         if rows.shared:
             far = [
@@ -223,13 +241,6 @@ class _Registers:
                 elif p.number == -1.0:
                     total = w.let(f"-{total}", 2)
                 self.axes.known(p.results, {**self.own, **line}, total)
-        self.kept: dict[Expr, list[str]] = {}
-        if o.score is not None:
-            self.grow(o.score)
-        weights = [self.weights(s, mine) for s in o.sums] if rows.shared else []
-        for e, line in enumerate(self.places):
-            for i, s in enumerate(o.sums):
-                self.add(i, s, line, e, weights)
 
     def masked(self, body: Expr, nothing: str) -> list[str]:
         """A value at each line, ``nothing`` where none counts."""

@@ -26,9 +26,10 @@ from .online_plan import (
     plain_tensors,
     steps_of,
 )
+from .online_registers import with_subgroups
 from .program import Kernel, Scratch
 from .reduction import Tree
-from .schedule import BUILTINS, finish, fold, kernel_name
+from .schedule import finish, fold, kernel_name
 from .writer import WIDTH, Writer, indent
 
 #: Most rows of a workgroup (drivers on the CPU compile slowly), and workgroups that
@@ -73,9 +74,7 @@ def split_kernels(o: Online) -> list[Kernel]:
     grid = fold(pieces.count * blocks, o.target)
     first = finish(o.group, w, o.layout, lines, name, "online", pieces.size, grid)
     if "subgroupBroadcast(" in first.wgsl:
-        builtins = f"{BUILTINS}, @builtin(subgroup_invocation_id) sub: u32"
-        enable = "enable subgroups;\n" if o.target.enable_subgroups_directive else ""
-        first = replace(first, wgsl=enable + first.wgsl.replace(BUILTINS, builtins))
+        first = with_subgroups(first, o.target)
     w = Writer(o.group.space, o.target)
     plain_tensors(o, w)
     lines = Combine(o, w, pieces, scratch).lines()

@@ -157,14 +157,14 @@ def _diagonals(s: _Sum, a: int, b: int) -> Stage | None:
                     if sign > 0
                     else E.index(u) - E.index(i)
                 )
-                moved = [_shift(e, j, at) for e in (*outer, *outer_guards)]
+                moved = [shift(e, j, at) for e in (*outer, *outer_guards)]
                 if any(e.free & both for e in moved):
                     continue
                 inner = [f for f in s.rest if f not in outer]
                 guards = [c for c in s.guards if c not in outer_guards]
-                body = _shift(E.guard(guards, product([*s.hot, *inner])), j, at)
+                body = shift(E.guard(guards, product([*s.hot, *inner])), j, at)
                 on = [E.apply("le", 0, at), E.apply("lt", at, E.size(space[j]))]
-                body = E.guard([_shift(c, j, at) for c in on], body)
+                body = E.guard([shift(c, j, at) for c in on], body)
                 keep = body.free & ~(1 << i)
                 # Whatever else is reduced and not needed later goes along.
                 need = 1 << u
@@ -184,7 +184,7 @@ def _diagonals(s: _Sum, a: int, b: int) -> Stage | None:
     return None
 
 
-def _shift(e: Expr, axis: int, at: Expr) -> Expr:
+def shift(e: Expr, axis: int, at: Expr) -> Expr:
     """An expression with an axis replaced; what cancels in indices is gone."""
     new = E.substitute(e, {axis: at})
 
