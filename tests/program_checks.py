@@ -13,7 +13,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from random_programs import Program, Step, draw
 
 import shaderdsl as sd
 from shaderdsl import finite
+from shaderdsl.codegen import online_scores, split
 from shaderdsl.engine import Plan, captured_inputs, placeholder
 from shaderdsl.ir import differentiate, interpret
 from shaderdsl.ir.stage import Stage, kept, retarget, topo_stages
@@ -60,6 +61,9 @@ def _target(**changes: Any) -> Callable[[Any, int], Any]:
     return changed
 
 
+# From where products are cut into blocks, scores stored, loops cut.
+SMALL: dict[str, Any] = {"block_from": 256, "scores": 4096, "loop_budget": 100}
+
 # name: device, limits, what the target becomes, what the graph becomes
 WAYS: dict[str, tuple[str, str, Callable[[Any, int], Any], str | None]] = {
     "cpu": ("cpu", "adapter", _target(), None),
@@ -79,7 +83,18 @@ WAYS: dict[str, tuple[str, str, Callable[[Any, int], Any], str | None]] = {
     "stored": ("wgpu", "portable", _target(), "store"),
     "inlined": ("wgpu", "portable", _target(), "inline"),
     "unfused": ("wgpu", "portable", _target(), "alone"),
+    "cut": ("wgpu", "portable", _target(**SMALL), None),
+    "gpu cut": ("wgpu", "portable", _target(family="gpu", choice=Drawn, **SMALL), None),
 }
+#: Ways in which small sizes meet what is there for large ones.
+CUT = ("cut", "gpu cut")
+THRESHOLDS: tuple[tuple[Any, str, int], ...] = (
+    (split, "LONG_ROW", 16),
+    (split, "SHARE", 4),
+    (split, "SCATTER", 8),
+    (online_scores, "_ROWS", 1),
+    (online_scores, "_DEPTH", 1),
+)
 
 
 @contextmanager
@@ -89,10 +104,12 @@ def way(name: str, seed: int) -> Iterator[str | None]:
     device = sd.use_device(device_name, limits=limits)
     before = device.target
     device.target = change(before, seed)
-    try:
+    with ExitStack() as stack:
+        stack.callback(setattr, device, "target", before)
+        for module, constant, value in THRESHOLDS if name in CUT else ():
+            stack.callback(setattr, module, constant, getattr(module, constant))
+            setattr(module, constant, value)
         yield graph
-    finally:
-        device.target = before
 
 
 class Job:

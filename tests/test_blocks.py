@@ -13,6 +13,7 @@ import pytest
 
 import shaderdsl as sd
 from shaderdsl import ops
+from shaderdsl.codegen import split
 from shaderdsl.ops import references as R
 from shaderdsl.testing.gradients import Graph
 
@@ -148,6 +149,32 @@ def test_scalar_losses(small, reduction):
 def test_the_schedules_of_a_gpu(as_gpu):
     check(rows_of, *data(150, 1003, 24))
     check(rows_of, *data((3, 32), 260, 300))
+
+
+def test_rows_that_are_cut_as_well(as_gpu, monkeypatch):
+    """Words enough for several workgroups a row; the last block is a single row."""
+    monkeypatch.setattr(split, "LONG_ROW", 64)
+    monkeypatch.setattr(split, "SHARE", 32)
+    for rows in (16, 17, 33):
+        check(rows_of, *data(rows, 1003, 24))
+
+
+@pytest.mark.parametrize("rows", [64, 65, 513])
+def test_a_vocabulary_of_today(as_gpu, rows):
+    """Sizes at which a row's statistics are shared out within a block."""
+    as_gpu.target = dataclasses.replace(as_gpu.target, block_from=32 << 20)
+
+    def step(x, w, labels):
+        return sd.value_and_grad(
+            lambda x, w: ops.linear_cross_entropy(x, w, labels), (0, 1)
+        )(x, w)
+
+    v, d = 151_936, 64
+    low = sd.lower(
+        step, sd.spec("f32", rows, d), sd.spec("f32", v, d), sd.spec("i32", rows)
+    )
+    assert in_blocks(low)
+    assert any("shares" in k.name for k in low.kernels)
 
 
 def test_all_rows_ignored(small):

@@ -67,13 +67,13 @@ def block_kernels(loop: Loop, target: Target, plan: Planner) -> list[Kernel]:
     planned = {}
     for rows, block in blocks_of(loop).items():
         program = plan(block.outs, target, block.inputs, block.donated)
-        for s, before in block.body.sums.items():
-            if s in loop.given and program.places.get(block.body.stages[s]) != (
-                before,
-                0,
-            ):
-                raise CompilerError(f"the sum {s.name} is not added up in place")
+        # Stages that the planner put in the place of what it was given.
         made = dict(zip(block.outs, program.outputs, strict=True))
+        for s, before in block.body.sums.items():
+            if s not in loop.given:
+                continue
+            if program.places.get(made[block.body.stages[s]]) != (before, 0):
+                raise CompilerError(f"the sum {s.name} is not added up in place")
         planned[rows] = block.body, program, made
     for number, (first, rows) in enumerate(loop.blocks):
         body, program, made = planned[rows]

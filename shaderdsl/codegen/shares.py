@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..ir import expr as E
@@ -36,8 +37,8 @@ class Shares:
         n = s.rext[self._axis]
         self._per = -(-n // self.wanted)
         self.count = -(-n // self._per)
-        self.moved = {no + q: E.index(no + 1 + q) for q in range(len(s.rext))}
         # An axis of one element is no axis of a body.
+        self.moved = {no + q: _place(no + 1 + q, e) for q, e in enumerate(s.rext)}
         place = {}
         if self.count > 1:
             place[no] = self._per
@@ -63,9 +64,18 @@ class Shares:
         return reduce_stage(ext, rext, s.monoid, body, f"{s.name}_shares", s.loc)
 
 
+def _place(axis: int, extent: int) -> Expr:
+    return E.index(axis) if extent != 1 else E.const(0)
+
+
+def own_axes(ext: Sequence[int]) -> list[Expr]:
+    """Where a stage with these axes first is read at the reader's own."""
+    return [_place(a, e) for a, e in enumerate(ext)]
+
+
 def combined(shares: Shares) -> Stage:
     """The second stage: the reduction of what the shares give."""
     s = shares.stage
     assert s.monoid is not None
-    again = E.load(shares.first, [E.index(q) for q in range(len(s.ext) + 1)])
+    again = E.load(shares.first, own_axes(shares.first.ext))
     return reduce_stage(s.ext, [shares.count], s.monoid, again, s.name, s.loc)

@@ -16,7 +16,7 @@ from ..ir.expr import Expr
 from ..ir.stage import Stage, factors, reduce_stage
 from .member import Inliner, contract_parts
 from .online_runs import conjuncts, maximum_of
-from .shares import Shares
+from .shares import Shares, own_axes
 from .target import Target
 from .writer import WIDTH
 
@@ -103,13 +103,12 @@ def rescaled(s: Stage, shares: Shares, m: Stage) -> Stage:
         m: the maximum, in two stages as well.
     """
     found = _term_of(s, m)
-    no = len(s.ext)
     body, f = (E.substitute(e, shares.moved) for e in found)
-    own = [E.index(q) for q in range(no + 1)]
+    own = own_axes(shares.first.ext)
     plain = maximum_of(f.args[0].args[1])
     # The sum's own way with a maximum that is not finite: where(isinf(m), 0, m) or m.
     guarded = _unwrapped(f.args[0].args[1]) is not plain
-    share, row = E.load(shares.first, own), E.load(m, own[:no])
+    share, row = E.load(shares.first, own), E.load(m, own[:-1])
     largest = _finite(share) if guarded else share
     exponential = E.apply("exp", f.args[0].args[0] - largest)
     part = E.load(shares.stage_of(s, E.replace(body, f, exponential)), own)

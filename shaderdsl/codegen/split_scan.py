@@ -15,6 +15,7 @@ from ..ir.stage import Stage, map_stage, reduce_stage
 from .budget import longest_scan
 from .member import Inliner
 from .scan_form import ScanParts, scan_parts
+from .shares import own_axes
 from .target import Target
 
 
@@ -44,7 +45,7 @@ def scan_in_pieces(s: Stage, parts: ScanParts, target: Target) -> Stage:
         [*ext, per], [per], "sum", _up_to(summed, place, value, parts),
         f"{s.name}_pieces", s.loc,
     )  # fmt: skip
-    others = [E.index(a) for a in range(rank)]
+    others = own_axes(ext)
     end = E.const(0 if parts.reverse else per - 1)
     whole = [E.index(rank) if a == axis else e for a, e in enumerate(others)]
     total = E.load(within, [*whole, end])
