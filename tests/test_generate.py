@@ -315,9 +315,55 @@ def test_a_token_is_read_while_the_next_step_runs(device, monkeypatch):
         "fetch",
         lambda *given: told("wait", told("fetch", fetch)(*given)),
     )
-    monkeypatch.setattr(KVCache, "step", told("step", KVCache.step))
-    model.generate(ids_of(5), max_new_tokens=4)
-    assert order == ["fetch", "step", "wait"] * 3 + ["fetch", "wait"]
+    for name in ("step", "follow"):
+        monkeypatch.setattr(KVCache, name, told(name, getattr(KVCache, name)))
+    for options, name in (({}, "follow"), ({"temperature": 1.0}, "step")):
+        order.clear()
+        model.generate(ids_of(5), max_new_tokens=4, **options)
+        assert order == ["fetch", name, "wait"] * 3 + ["fetch", "wait"]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_steps_that_draw_are_those_that_do_not(device, batch):
+    """One plan a token, whose positions stay on the device, and a plan for each."""
+    model, prompt = model_of(), ids_of(batch, 5)
+    one, two = (model.new_cache(batch, 40) for _ in range(2))
+    padding = [0, 2, 1][:batch] if batch > 1 else None
+    for cache in (one, two):
+        logits = cache.run(model, prompt, last=True, padding=padding)
+    tokens = other = sd.argmax(logits.reshape(batch, -1), axis=1)
+    for k in range(12):
+        tokens = one.follow(model, tokens)
+        other = sd.argmax(two.step(model, other), axis=1)
+        np.testing.assert_array_equal(tokens.numpy(), other.numpy())
+        if k in (4, 7):  # what comes in between is seen
+            for cache in (one, two):
+                cache.run(model, ids_of(batch, k))
+    assert one.length == two.length
+    for layer in range(2):
+        for read in ("keys", "values"):
+            a, b = (getattr(cache, read)(layer).numpy() for cache in (one, two))
+            np.testing.assert_array_equal(a, b)
+    nan = model.replace(norm=model.norm.replace(weight=model.norm.weight * np.nan))
+    assert (one.follow(nan, tokens).numpy() == -1).all()
+    full = model.new_cache(batch, 2)
+    with pytest.raises(IndexRangeError):
+        for _ in range(3):
+            full.follow(model, tokens)
+
+
+def test_a_drawn_token_is_one_plan(wgpu):
+    model = model_of(positions="alibi")
+    model.generate(ids_of(5), max_new_tokens=3)
+    counts = []
+    for n in (2, 3, 9):
+        with profile() as p:
+            model.generate(ids_of(5), max_new_tokens=n)
+        counts.append((p.dispatches, p.uploads))
+    (two, up), (three, more), (nine, most) = counts
+    assert nine - three == 6 * (three - two)
+    # nothing of a later token comes from the host
+    assert up == more == most
 
 
 def test_only_the_new_rows_are_written(wgpu):

@@ -13,6 +13,7 @@ from ..function import compile
 from ..ir import expr as E
 from ..namespace import maximum, minimum, update_slice, zeros
 from .rotary import positions
+from .sampling import advanced, likeliest
 
 __all__ = ["CHUNK", "KVCache"]
 
@@ -52,6 +53,8 @@ class KVCache:
         self._keys = tuple(zeros(self._shape) for _ in range(layers))
         self._values = tuple(zeros(self._shape) for _ in range(layers))
         self._lengths = [0] * layers
+        #: a length, and an array that holds it
+        self._start = 0, asarray(np.int32(0))
         #: of each row that is held, i32 [batch, length]; None while all are of one
         self._documents: np.ndarray | None = None
         self._place(np.zeros(batch, np.int32))
@@ -197,6 +200,27 @@ class KVCache:
             self.check_room(model, 1)
         marks = self._mark(1, None)
         return self._advance(step_function, model, tokens, 1, start, marks=marks(0, 1))
+
+    def follow(self, model: Any, tokens: Array) -> Array:
+        """Take in one token a sequence, and draw the likeliest that follows, i32
+        ``[batch]``; -1 where logits are no numbers. As :meth:`step` otherwise.
+
+        One plan, which needs nothing of the host but to be launched.
+        """
+        self.check_room(model, 1)
+        if self._documents is not None:
+            return _likeliest(self.step(model, tokens))
+        length, start = self._start
+        if length != self.length:
+            start = asarray(np.int32(self.length))
+        first = self._first if self.batch > 1 else None
+        token: Array
+        token, start, self._keys, self._values = _follow(
+            model, self._keys, self._values, tokens, start, first
+        )
+        self._lengths = [k + 1 for k in self._lengths]
+        self._start = self.length, start
+        return token
 
     def check_room(self, model: Any, count: int) -> None:
         """Refuse ``count`` more positions that do not fit.
@@ -375,6 +399,18 @@ def _step_of(
     return logits.reshape(logits.shape[0], logits.shape[2]), keys, values
 
 
+def _follow_of(
+    model: Any,
+    keys: tuple[Array, ...],
+    values: tuple[Array, ...],
+    ids: Array,
+    start: Array,
+    first: Array | None,
+) -> tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]:
+    logits, keys, values = _step_of(model, keys, values, ids, start, first)
+    return likeliest(logits.store()), advanced(start), keys, values
+
+
 def _put_of(whole: Array, piece: Array, start: Array) -> Array:
     return update_slice(whole, piece, axis=1, start=start)
 
@@ -383,3 +419,5 @@ _put = compile(_put_of, donate=("whole",))
 _chunk = compile(_chunk_of, donate=("keys", "values"))
 #: One token a sequence: ``(model, keys, values, ids, start, first)`` to logits, cache.
 step_function = compile(_step_of, donate=("keys", "values"))
+_follow = compile(_follow_of, donate=("keys", "values"))
+_likeliest = compile(lambda logits: likeliest(logits))

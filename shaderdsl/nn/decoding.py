@@ -159,15 +159,22 @@ def _steps(
     logits = cache.run(
         model, prompt, last=True, padding=padding if any(padding) else None
     )
-    logits = logits.reshape(batch, logits.shape[-1])
+
+    def draw(logits: Array) -> Array:
+        tokens: Array = sampler(logits, asarray(np.int32(cache.length)), cache.first)
+        return tokens
+
+    tokens = draw(logits.reshape(batch, logits.shape[-1])) if count else None
     for left in reversed(range(count)):
-        start = asarray(np.int32(cache.length))
-        tokens: Array = sampler(logits, start, cache.first)
-        # Read before the next step is launched, so that only the token is waited for.
+        assert tokens is not None
+        # Read before the next one is launched, so that only this one is waited for.
         read = tokens.fetch()
         if left:
             with trusted():  # those out of range are told of below
-                logits = cache.step(model, tokens, start)
+                if sampler.plain:
+                    tokens = cache.follow(model, tokens)
+                else:
+                    tokens = draw(cache.step(model, tokens))
         host = read()
         if (host[~ended] < 0).any():
             raise ShaderError(

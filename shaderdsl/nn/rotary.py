@@ -162,7 +162,7 @@ def positions(length: int, start: Any, limit: int) -> Array:
         return _arange(current(), start, length)
     at = asarray(start, "i32") + _arange(current(), 0, length)
     bounded: Array = maximum(minimum(at, limit - 1), 0)
-    return bounded
+    return bounded.inline()  # Less than the kernel that would store it.
 
 
 def check_positions(start: Any, length: int, limit: int) -> None:

@@ -91,6 +91,12 @@ def _token(scores: Any, broken: Any) -> Any:
     return sd.where(sd.isnan(broken), -1, sd.argmax(scores, over="v"))
 
 
+@op("b v -> b")
+def likeliest(logits: Any) -> Any:
+    """The token of the greatest logit, the first of equals; -1 where one is NaN."""
+    return _token(logits, sd.max(logits, over="v"))
+
+
 _ROW = "b v, b v, b, o"
 
 
@@ -217,6 +223,10 @@ def _pick(
     return pick(weight, order, low, choice, key, first, start=start)
 
 
+def _likeliest(logits: Array) -> Any:
+    return likeliest(logits)
+
+
 def _greedy(logits: Array, seen: Array, last: Array, choice: Array) -> Any:
     return draw_greedy(logits, seen, last, choice)
 
@@ -225,9 +235,13 @@ def _weigh(logits: Array, seen: Array, last: Array, choice: Array) -> Any:
     return weigh(logits, seen, last, choice)
 
 
+_likeliest = compile(_likeliest)
 _greedy = compile(_greedy, donate=("seen",))
 _weigh = compile(_weigh, donate=("seen",))
 _search, _share, _pick = compile(_search), compile(_share), compile(_pick)
+
+#: The next position, in a text that other plans share.
+advanced = compile(lambda start: start + 1)
 
 _warm: set[tuple[int, int, int]] = set()
 
@@ -260,6 +274,8 @@ class Sampler:
         self._options = options(vocab_size, **given)
         temperature, k, p, _, penalty = self._options.tolist()
         self._sampled = temperature > 0
+        #: Whether a token depends on its logits alone: see `likeliest`.
+        self.plain = not self._sampled and penalty == 1
         self._with_k, self._with_p = k < vocab_size, p < 1
         self._key = asarray(keys(seed, batch))
         seen = np.zeros((batch, vocab_size), np.int32)
@@ -280,7 +296,9 @@ class Sampler:
         ``start - first`` (i32 [] and [b]) is the position that noise is drawn for.
         """
         self._warm_up(logits, start, first)
-        if self._sampled:
+        if self.plain:
+            self._last = _likeliest(logits)
+        elif self._sampled:
             self._last = self._draw(logits, start, first)
         else:
             self._last = self._take(logits)
@@ -309,9 +327,9 @@ class Sampler:
         where = (id(current()), *self._shape)
         if where not in _warm:
             _warm.add(where)
-            if self._sampled:
-                self._take(logits)
-            else:
-                self._choice, kept = asarray(np.ones(5, np.float32)), self._choice
-                self._draw(logits, start, first, every=True)
-                self._choice = kept
+            _likeliest(logits)
+            advanced(start)
+            self._take(logits)
+            self._choice, kept = asarray(np.ones(5, np.float32)), self._choice
+            self._draw(logits, start, first, every=True)
+            self._choice = kept

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .adapters import library
+from .launch import encode
 
 if TYPE_CHECKING:
     from .wgpu_device import WgpuDevice
@@ -33,9 +34,8 @@ class Reading:
         self._device, self._nbytes = device, nbytes
         whole = -(-nbytes // 4) * 4  # Copies move whole words.
         self._staging = _take_staging(device, whole)
-        encoder = device.gpu.create_command_encoder()
-        encoder.copy_buffer_to_buffer(handle, start, self._staging, 0, whole)
-        self._index = device.submit([encoder.finish()])
+        move = (handle, start, self._staging, 0, whole)
+        self._index = device.submit([encode(device.gpu, (), [move])])
         self._mapping = library.map(self._staging, whole)
 
     def __del__(self) -> None:
