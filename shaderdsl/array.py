@@ -32,6 +32,7 @@ from .ir.stage import Stage, input_stage, kept, whole
 from .ir.trace import OPERATORS, expand_power
 from .runtime import current as current_device
 from .runtime import open_device
+from .runtime.buffers import changes
 
 # Integer arrays remember their host copy, so that ids can be checked before a launch.
 _KEEP_HOST = 1 << 24
@@ -48,6 +49,7 @@ class Array:
         "__weakref__",
         "_buffer",
         "_donated",
+        "_held",
         "_host",
         "_stage",
         "dtype",
@@ -63,7 +65,7 @@ class Array:
         self._stage: Stage | None = None
         self._buffer: Any = None
         self._host: np.ndarray | None = None
-        self._donated = False
+        self._donated = self._held = False
         # A symbol for a Python number: it takes the dtype of what it meets.
         self.weak = False
 
@@ -94,7 +96,7 @@ class Array:
             a = new(Array)
             a.shape, a.dtype, a._buffer = shape, dtype, buffer
             a._stage = a._host = None
-            a._donated = a.weak = False
+            a._donated = a._held = a.weak = False
             out.append(a)
         return out
 
@@ -146,6 +148,8 @@ class Array:
         """Its memory on the current device."""
         self._check_live()
         device = current_device()
+        if self._held and (self._buffer is None or self._buffer.device is not device):
+            changes[0] += 1
         if self._buffer is None:
             if self._host is None:
                 self._refuse("be given to a computation that runs now")
@@ -162,8 +166,14 @@ class Array:
 
     def donate(self) -> None:
         """Give the memory away; any later use is an error."""
+        if self._held:
+            changes[0] += 1
         self._donated = True
         self._buffer = self._host = None
+
+    def hold(self) -> None:
+        """Count among `changes` when this is given away or gets other memory."""
+        self._held = True
 
     def restore(self, buffer: Any) -> None:
         """Take the memory back that a failed call did not use."""

@@ -91,14 +91,20 @@ class Plan:
         self.executable = self.device.build(self.program)
 
     def __call__(self, buffers: Sequence[Any], scalars: dict[str, Any]) -> list[Any]:
-        given = [*buffers, *(a.buffer() for a in self.captured)]
-        result: list[Any] = self.executable(given, scalars)
-        if "nan" in os.environ.get("SHADERDSL_DEBUG", ""):
-            from . import finite
+        found = self.launch(buffers, scalars)
+        return found if isinstance(found, list) else found.buffers()
 
-            if finite.enabled():
-                inputs = dict(zip(self.program.inputs, given, strict=True))
-                finite.check(self, inputs, scalars, result)
+    def launch(self, buffers: Sequence[Any], scalars: dict[str, Any]) -> Any:
+        """Results as a list of buffers, or as memory that may have none yet."""
+        given = [*buffers, *(a.buffer() for a in self.captured)]
+        if "nan" not in os.environ.get("SHADERDSL_DEBUG", ""):
+            return self.executable.launch(given, scalars)
+        result: list[Any] = self.executable(given, scalars)
+        from . import finite
+
+        if finite.enabled():
+            inputs = dict(zip(self.program.inputs, given, strict=True))
+            finite.check(self, inputs, scalars, result)
         return result
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from . import ids, tree
+from . import handed, ids, tree
 from .array import Array, asarray, is_number
 from .codegen.compared import compared
 from .dtypes import NUMPY
@@ -29,6 +29,7 @@ from .ir.remat import region
 from .ir.stage import Stage, map_stage, rebind, topo_stages
 from .lowered import Lowered
 from .runtime import current as current_device
+from .runtime.buffers import consume_all
 from .tracing import (
     Traced,
     as_leaf,
@@ -98,6 +99,7 @@ class Compiled:
         self._plain = [p.name for p in parameters] if plain else None
         self._plans: dict[Any, _Known] = {}
         self._latest: _Known | None = None
+        self._links = handed.Links()
         #: what the last new signature gave
         self.last_traced: Traced | None = None
         unknown = [d for d in donate if d not in self._parameters.parameters]
@@ -155,9 +157,17 @@ class Compiled:
         return self.function(*args, **keywords)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
+        device = current_device()
+        g = None
+        if self._plain and not keywords and len(args) == len(self._plain):
+            g = handed.given(args, device)
+        link = self._links.find(g, device) if g is not None else None
+        if g is not None and link is not None:
+            done, result = self._repeat(g, link)
+            if done:
+                return result
         arguments = self.arguments(args, keywords)
         leaves, structure = tree.flatten(arguments)
-        device = current_device()
         known = self._latest
         if known is not None and known.fits(leaves, structure, device):
             given: list[Array] = leaves
@@ -191,19 +201,76 @@ class Compiled:
             for a in given
         ]
         for k in donated:
-            a = given[k]
-            a._donated = True
-            a._buffer = a._host = None
+            given[k].donate()
         try:
-            results = plan(buffers, {})
+            results = plan.launch(buffers, {})
         except BaseException:
             # Nothing is taken by a call that failed before it began.
             for k in donated:
                 given[k].restore(buffers[k])
             raise
+        if isinstance(results, list):
+            if traced.made:
+                ids.note(traced.made, results[len(traced.outs) :])
+            return traced.results(Array.of_buffers(results, traced.kinds))
+        if g is not None:
+            gone = [name in self.donate for name in self._plain or ()]
+            self._links.add(g, known, results.replay, gone, len(given))
+        return self._results(traced, results)
+
+    def _repeat(self, g: handed.Given, link: handed.Link) -> tuple[bool, Any]:
+        """A call that is given the same as one before, and whether it went so."""
+        known = link.known
+        traced: Traced = known.traced
+        if traced.checks:
+            check_ids(traced.checks, known.ids, [g.others[k] for k in link.looked])
+        memory: list[Any] = []
+        taken: list[tuple[handed.Handed, Any]] = []
+        given: list[int] = []
+        at = 0
+        for item, count, gone in zip(g.items, link.counts, link.donated):
+            if type(item) is handed.Handed:
+                own = item.take() if gone else item.memory
+                if own is None:  # Somebody looked just now.
+                    break
+                if gone:
+                    taken.append((item, own))
+                memory += own
+            elif type(item) is list:
+                memory += [None] * count
+            else:
+                memory += g.memory[at : at + count]
+                if gone:
+                    given += range(at, at + count)
+                at += count
+        else:
+            memory += [None] * link.captured
+            for k in given:
+                g.others[k].donate()
+            try:
+                found = known.plan.executable.again(link.replay, memory, {})
+            except BaseException:
+                self._restore(g, taken, given)
+                raise
+            if found is not None:
+                consume_all(g.buffers, given)
+                return True, self._results(traced, found)
+        self._restore(g, taken, given)
+        return False, None
+
+    @staticmethod
+    def _restore(g: handed.Given, taken: Any, given: list[int]) -> None:
+        for item, memory in taken:
+            item.memory = memory
+        for k in given:
+            g.others[k].restore(g.buffers[k])
+
+    @staticmethod
+    def _results(traced: Traced, found: Any) -> Any:
         if traced.made:
-            ids.note(traced.made, results[len(traced.outs) :])
-        return traced.results(Array.of_buffers(results, traced.kinds))
+            made = range(len(traced.outs), len(found.places))
+            ids.note(traced.made, [found.buffer(k) for k in made])
+        return traced.results(handed.Results(found, traced.kinds))
 
     def trace(self, arguments: dict[str, Any]) -> tuple[Traced, frozenset[int]]:
         """The function on placeholders, and which of its inputs are donated."""

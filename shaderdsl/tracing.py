@@ -257,7 +257,7 @@ class Traced:
         self.structure = structure
         self.leaves = leaves
         self._calls = 0
-        self._build: Callable[[list[Any]], Any] | None = None
+        self._build: Callable[[Sequence[Any]], Any] | None = None
         #: Shapes and dtypes of the results.
         self.kinds = [(s.shape, DTYPES[s.dtype]) for s in self.outs]
         #: Checks of ids that the function computes, and what decides them.
@@ -267,8 +267,9 @@ class Traced:
 
     def results(self, arrays: Sequence[Array]) -> Any:
         """The function's result with these arrays in place of the symbols."""
+        leaves: Any
         if len(self.out_positions) == len(self.result_leaves) == len(arrays):
-            leaves = list(arrays)
+            leaves = arrays
         else:
             leaves = list(self.result_leaves)
             for k, a in zip(self.out_positions, arrays, strict=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ _frozen: set[type] = set()
 _lazy: set[type] = set()
 # Where it is kept: not a field, and nothing that equality or copies look at.
 _KEPT = "_flattened"
+_serials = itertools.count()
 
 
 def register(
@@ -134,12 +135,20 @@ def _flatten(x: Any, leaves: list[Any], outer: bool = True) -> Structure:
     return structure
 
 
+def kept(x: Any) -> tuple[Any, Structure, int] | None:
+    """What is kept with an object that never changes: its leaves, its structure, and a
+    number that is no other's.
+    """
+    found: Any = x.__dict__.get(_KEPT) if type(x) in _frozen else None
+    return found
+
+
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
     """The pytree of this structure with these leaves."""
     return _build(structure, iter(leaves))
 
 
-def builder(structure: Structure) -> Callable[[list[Any]], Any]:
+def builder(structure: Structure) -> Callable[[Sequence[Any]], Any]:
     """`unflatten` for one structure, as a function of the list of leaves.
 
     It is one expression, written out and compiled: for a loop, which builds the same
@@ -180,16 +189,16 @@ def builder(structure: Structure) -> Callable[[list[Any]], Any]:
         return f"keep({text}, x[{start}:{at}], {name('s', s)})" if whole else text
 
     text = f"lambda x: {written(structure, 0, True)}"
-    build: Callable[[list[Any]], Any] = eval(text, names)
+    build: Callable[[Sequence[Any]], Any] = eval(text, names)
     return build
 
 
-def _begin(leaves: list[Any], s: Structure) -> Any:
-    """An object that is filled when somebody looks at it."""
-    if not _plain(leaves):
+def _begin(leaves: Any, s: Structure) -> Any:
+    """An object that is filled when somebody looks at it; so may the leaves be."""
+    if type(leaves) is list and not _plain(leaves):
         return _build(s, iter(leaves))
     x = object.__new__(s.kind)
-    x.__dict__[_KEPT] = (leaves, s)
+    x.__dict__[_KEPT] = (leaves, s, next(_serials))
     return x
 
 
@@ -198,7 +207,7 @@ def fill(x: Any) -> bool:
     own = x.__dict__
     if _KEPT not in own:
         return False
-    leaves, s = own[_KEPT]
+    leaves, s, _ = own[_KEPT]
     own |= _build(s, iter(leaves), False).__dict__
     return True
 
@@ -212,7 +221,7 @@ def _plain(leaves: list[Any]) -> bool:
 def _keep(x: Any, leaves: list[Any], s: Structure) -> Any:
     """Keep with an object that never changes what it flattens to."""
     if _plain(leaves):
-        x.__dict__[_KEPT] = (leaves, s)
+        x.__dict__[_KEPT] = (leaves, s, next(_serials))
     return x
 
 

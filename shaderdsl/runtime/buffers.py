@@ -30,6 +30,10 @@ KEEP_FREE_BYTES = 256 << 20
 
 _serials = itertools.count(1)
 
+#: How often something changed that calls which are alike take for granted: memory was
+#: shared, or an array that they hold was given away or moved.
+changes = [0]
+
 
 def new_serial() -> int:
     """A number that names memory, or who borrows it, once in a process."""
@@ -88,6 +92,12 @@ class Allocation:
         self.handle, self.capacity, self.serial = handle, capacity, serial
         self.shared = False
         self.parts: tuple[tuple[int, int], ...] | None = None
+
+    def share(self) -> None:
+        """Note that several buffers show the same bytes."""
+        if not self.shared:
+            self.shared = True
+            changes[0] += 1
 
     def __del__(self) -> None:
         # Runs in any thread at any moment, so it takes no lock: appending is atomic.
@@ -333,7 +343,7 @@ class Buffer:
     def alias(self) -> Buffer:
         """The same memory under a second name; neither may then be overwritten."""
         self.require(self.device)
-        self.allocation.shared = True
+        self.allocation.share()
         return Buffer(self.device, self.allocation, self.nbytes, self.offset)
 
     def view(self, offset: int, nbytes: int) -> Buffer:
@@ -350,7 +360,7 @@ class Buffer:
             )
         if offset % alignment:
             raise DeviceError(f"offset {offset} is no multiple of {alignment} B")
-        self.allocation.shared = True
+        self.allocation.share()
         return Buffer(self.device, self.allocation, nbytes, self.offset + offset)
 
     def require(self, device: Device) -> None:

@@ -22,6 +22,7 @@ from .buffers import Buffer, Pool
 
 if TYPE_CHECKING:
     from ..codegen.program import Program
+    from .replay import Outcome, Replay
 
 #: How each dtype lies in memory.  A bool is a u32 of 0 or 1.
 STORAGE: dict[str, np.dtype[Any]] = {
@@ -49,6 +50,23 @@ class Executable(abc.ABC):
 
         Donated inputs are consumed: using them again raises `DonatedError`.
         """
+
+    def launch(
+        self, inputs: Sequence[Buffer], scalars: Mapping[str, float] | None = None
+    ) -> list[Buffer] | Outcome:
+        """The same, with results that may have no buffers yet."""
+        return self(inputs, scalars)
+
+    def again(
+        self, replay: Replay, memory: list[Any], scalars: Mapping[str, float]
+    ) -> Outcome | None:
+        """A call in the memory of an earlier one; None if it is not known any more.
+
+        Args:
+            memory: of each input; None for those that are not donated.  What of it is
+                donated belongs to the results.
+        """
+        return None
 
 
 class Device(abc.ABC):

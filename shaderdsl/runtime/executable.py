@@ -21,13 +21,12 @@ from .buffers import (
     Bundle,
     bound_bytes,
     consume_all,
-    handed_out,
     new_serial,
 )
 from .device import Executable
 from .launch import Move, Step, encode, handles
 from .plan import MemoryPlan, Place, check_limits, pack_params, plan_memory
-from .replay import KEEP, Encoded, Parts, Replay, Replays
+from .replay import KEEP, Encoded, Outcome, Parts, Replay, Replays
 
 if TYPE_CHECKING:
     from .wgpu_device import WgpuDevice
@@ -94,6 +93,12 @@ class WgpuExecutable(Executable):
     def __call__(
         self, inputs: Sequence[Buffer], scalars: Mapping[str, float] | None = None
     ) -> list[Buffer]:
+        found = self.launch(inputs, scalars)
+        return found.buffers() if isinstance(found, Outcome) else found
+
+    def launch(
+        self, inputs: Sequence[Buffer], scalars: Mapping[str, float] | None = None
+    ) -> list[Buffer] | Outcome:
         device = self.device
         device.check()
         words = self._block.fill(scalars or {})
@@ -109,6 +114,24 @@ class WgpuExecutable(Executable):
                 device.pool.give_back(self._owner, bundle)
         except wgpu.GPUError as error:
             raise device.translate(error, "a launch") from error
+
+    def again(
+        self, replay: Replay, memory: list[Any], scalars: Mapping[str, float]
+    ) -> Outcome | None:
+        device = self.device
+        device.check()
+        words = self._block.fill(scalars)
+        bundle = device.pool.borrow(self._owner, replay.temps[1])
+        try:
+            fresh = [device.pool.acquire(nbytes) for nbytes in replay.outputs[1]]
+            encoded = replay.encoded.get(self._acquired(bundle, fresh))
+            if encoded is None:
+                return None
+            return self._outcome(replay, encoded, memory + fresh, words)
+        except wgpu.GPUError as error:
+            raise device.translate(error, "a launch") from error
+        finally:
+            device.pool.give_back(self._owner, bundle)
 
     def _check(self, inputs: Sequence[Buffer]) -> None:
         """Refuse inputs of another number or size, consumed or elsewhere."""
@@ -190,7 +213,7 @@ class WgpuExecutable(Executable):
         inputs: Sequence[Buffer],
         bundle: Bundle,
         words: bytes,
-    ) -> list[Buffer]:
+    ) -> list[Buffer] | Outcome:
         """A call whose inputs lie as an earlier call's did, in memory ``held``."""
         acquire = self.device.pool.acquire
         fresh = [acquire(nbytes) for nbytes in replay.outputs[1]]
@@ -203,17 +226,26 @@ class WgpuExecutable(Executable):
                 replay.encoded[acquired] = encoded
                 if len(replay.encoded) > KEEP:
                     replay.encoded.popitem(last=False)
-        self._note(self._run(encoded, words, []))
         held += fresh
-        if replay.results is None:
-            memory = replay.memory(inputs, bundle, fresh)
-            results = self._results(replay.plan, inputs, memory, replay.donated)
-        else:
-            results = handed_out(self.device, held, replay.results)
+        if replay.results is not None:
+            outcome = self._outcome(replay, encoded, held, words)
+            consume_all(inputs, self._given)
+            return outcome
+        self._note(self._run(encoded, words, []))
+        memory = replay.memory(inputs, bundle, fresh)
+        results = self._results(replay.plan, inputs, memory, replay.donated)
         for number, parts in replay.parts:
             held[number].parts = parts
         consume_all(inputs, self._given)
         return results
+
+    def _outcome(
+        self, replay: Replay, encoded: Encoded, memory: list[Any], words: bytes
+    ) -> Outcome:
+        self._note(self._run(encoded, words, []))
+        for number, parts in replay.parts:
+            memory[number].parts = parts
+        return Outcome(self.device, memory, replay, encoded)
 
     @staticmethod
     def _acquired(bundle: Bundle, fresh: Sequence[Allocation]) -> tuple[int, ...]:

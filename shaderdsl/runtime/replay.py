@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .arenas import Memory
-from .buffers import Allocation, Buffer, Bundle
+from .buffers import Allocation, Buffer, Bundle, handed_out, new_serial
 from .plan import MemoryPlan
 
 if TYPE_CHECKING:
+    from .device import Device
     from .launch import Step
 
 #: Arrangements of inputs that a program remembers, and those of the memory that is
@@ -27,10 +28,13 @@ Parts = tuple[tuple[int, int], ...] | None
 
 @dataclass
 class Encoded:
-    """The steps of a pass over certain memory; ``groups`` keeps the handles alive."""
+    """The steps of a pass over certain memory; ``groups`` keeps the handles alive, and
+    ``name`` is a number that is no other's.
+    """
 
     steps: list[Step]
     groups: list[Any]
+    name: int = field(default_factory=new_serial)
 
 
 @dataclass
@@ -49,6 +53,7 @@ class Replay:
             show the same bytes, or one shows those of an input that stays.
         parts: what memory is divided into afterwards.
         encoded: by the memory that was acquired.
+        alive: False once it is forgotten.
     """
 
     plan: MemoryPlan
@@ -61,6 +66,12 @@ class Replay:
     results: list[tuple[int, int, int]] | None
     parts: list[tuple[int, Parts]]
     encoded: OrderedDict[tuple[int, ...], Encoded] = field(default_factory=OrderedDict)
+    alive: bool = True
+
+    def forget(self) -> None:
+        """Let go of what keeps memory alive."""
+        self.alive = False
+        self.encoded.clear()
 
     def memory(
         self,
@@ -109,8 +120,40 @@ class Replays:
         """Remember one."""
         self._known[key] = replay
         while len(self._known) > KEEP:
-            self._known.pop(next(iter(self._known)), None)
+            old = self._known.pop(next(iter(self._known)), None)
+            if old is not None:
+                old.forget()
 
     def clear(self) -> None:
         """Forget all, and the bind groups with them."""
+        for replay in self._known.values():
+            replay.forget()
         self._known.clear()
+
+
+class Outcome:
+    """A call's results as memory.
+
+    Attributes:
+        memory: of each input, then what was acquired; None where nothing lies.
+        places: of each result ``(number of its memory, offset, nbytes)``.
+        replay: how the call's memory lay.
+        name: outcomes of one name lie in the same memory.
+    """
+
+    __slots__ = ("device", "memory", "name", "places", "replay")
+
+    def __init__(
+        self, device: Device, memory: list[Any], replay: Replay, encoded: Encoded
+    ):
+        assert replay.results is not None
+        self.device, self.memory, self.places = device, memory, replay.results
+        self.replay, self.name = replay, encoded.name
+
+    def buffer(self, k: int) -> Buffer:
+        """Result ``k``."""
+        return handed_out(self.device, self.memory, [self.places[k]])[0]
+
+    def buffers(self) -> list[Buffer]:
+        """All of them."""
+        return handed_out(self.device, self.memory, self.places)

@@ -1,0 +1,241 @@
+"""Results that a call hands to the next one without anybody looking at them.
+
+In a loop ``model, state, loss = step(model, state, batch)`` nobody looks into the
+model or the state. Such results are modules without attributes, whose leaves are a
+`Handed`: memory, and no arrays. A call that is given these, and modules and arrays
+that lie where they lay before, is known by a short key, and nothing is done leaf by
+leaf. Looking at a module makes its arrays, and the next call treats it like any other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import tree
+from .array import Array
+from .dtypes import DType
+from .runtime.buffers import Allocation, Buffer, changes, handed_out
+from .runtime.replay import Outcome, Replay
+
+#: Calls that a function remembers.
+KEEP = 16
+
+Kinds = Sequence[tuple[tuple[int, ...], DType]]
+
+_making = threading.RLock()
+_ARRAYS = {Array}
+
+
+class Handed:
+    """Some of a call's results: their memory, until their arrays are asked for.
+
+    Attributes:
+        key: equal keys are the same memory.
+        memory: each result's; None once it was given away or arrays were made.
+    """
+
+    __slots__ = ("_arrays", "_device", "_kinds", "_places", "key", "memory")
+
+    def __init__(self, outcome: Outcome, kinds: Kinds, part: slice):
+        places = outcome.places[part]
+        self.key = (outcome.name, part.start, part.stop)
+        self.memory: list[Allocation] | None = [
+            outcome.memory[number] for number, _, _ in places
+        ]
+        self._device, self._kinds, self._places = outcome.device, kinds[part], places
+        self._arrays: list[Array] | None = None
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Array]:
+        return iter(self.arrays())
+
+    def take(self) -> list[Allocation] | None:
+        """Give the memory away; None where somebody has looked."""
+        with _making:
+            memory, self.memory = self.memory, None
+        return memory
+
+    def arrays(self) -> list[Array]:
+        """The results as arrays; donated ones if the memory was given away."""
+        with _making:
+            if self._arrays is None:
+                memory = self.take()
+                if memory is None:
+                    self._arrays = Array.of_buffers([None] * len(self), self._kinds)
+                    for a in self._arrays:
+                        a.donate()
+                else:
+                    places = [(k, *p[1:]) for k, p in enumerate(self._places)]
+                    buffers = handed_out(self._device, memory, places)
+                    self._arrays = Array.of_buffers(buffers, self._kinds)
+            return self._arrays
+
+
+class Results(Sequence[Array]):
+    """A call's results; a slice of them is a `Handed`."""
+
+    def __init__(self, outcome: Outcome, kinds: Kinds):
+        self._outcome, self._kinds = outcome, kinds
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def __getitem__(self, k: Any) -> Any:
+        if isinstance(k, slice):
+            return Handed(self._outcome, self._kinds, k)
+        return Array.of_buffers([self._outcome.buffer(k)], [self._kinds[k]])[0]
+
+
+@dataclass
+class Link:
+    """What a call does that is given the same as one before.
+
+    Attributes:
+        known: what its signature gave.
+        replay: how its memory lies.
+        counts: leaves of each argument.
+        donated: whether each argument is.
+        looked: which of the other leaves decide about ids.
+        captured: how many inputs are no arguments.
+        changes: the count of `changes` until which all this holds.
+    """
+
+    known: Any
+    replay: Replay
+    counts: list[int]
+    donated: list[bool]
+    looked: list[int]
+    captured: int
+    changes: int
+
+
+@dataclass
+class Given:
+    """Arguments by what has to be looked at.
+
+    Attributes:
+        key: names the arguments' structure and memory.
+        items: for each argument a `Handed`, the list of leaves of a module that never
+            changes, or the number of its leaves among the others.
+        others, buffers, memory: leaves of all other arguments.
+    """
+
+    key: Any
+    items: list[Any]
+    others: list[Array]
+    buffers: list[Buffer]
+    memory: list[Allocation]
+
+
+def given(args: Sequence[Any], device: Any) -> Given | None:
+    """How arguments are given; None where that needs a look at each leaf."""
+    every = [tree.kept(x) for x in args]
+    if not any(every):
+        return None
+    parts: list[Any] = []
+    items: list[Any] = []
+    others: list[Any] = []
+    seen = set()
+    for x, kept in zip(args, every):
+        if kept is None:
+            before = len(others)
+            leaves, structure = tree.flatten(x)
+            others += leaves
+            parts.append(structure)
+            items.append(len(others) - before)
+            continue
+        leaves, structure, serial = kept
+        if type(leaves) is Handed:
+            if leaves.memory is None or leaves.key in seen:
+                return None
+            seen.add(leaves.key)
+            parts += (leaves.key, structure)
+        else:
+            parts.append(serial)
+        items.append(leaves)
+    if others and set(map(type, others)) != _ARRAYS:
+        return None
+    buffers = []
+    for a in others:
+        b = a._buffer
+        if b is None or b.device is not device:
+            if a.symbolic:
+                return None
+            b = a.buffer()
+        buffers.append(b)
+    try:
+        memory = [b.allocation for b in buffers]
+    except AttributeError:  # given away by another thread
+        return None
+    key = (
+        id(device),
+        tuple(parts),
+        tuple([(a.shape, a.dtype) for a in others]),
+        tuple([b.key for b in buffers]),
+        tuple([(m.shared, m.parts) for m in memory]),
+    )
+    return Given(key, items, others, buffers, memory)
+
+
+class Links:
+    """The calls that a function knows by their key, the latest last."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Any, Link] = OrderedDict()
+
+    def find(self, g: Given, device: Any) -> Link | None:
+        """What is known of a call, if it still holds."""
+        link = self._known.get(g.key)
+        if link is None or not link.replay.alive or link.changes != changes[0]:
+            return None
+        return link if link.known.plan.device is device else None
+
+    def add(
+        self, g: Given, known: Any, replay: Replay, donated: Sequence[bool], count: int
+    ) -> None:
+        """Remember a call that was launched otherwise.
+
+        Args:
+            donated: whether each argument is.
+            count: leaves in all.
+        """
+        counts = [n if isinstance(n, int) else len(n) for n in g.items]
+        fixed = [x for x in g.items if type(x) is list]
+        number: list[int | None] = []  # among the others, of each leaf
+        others = 0
+        for item, n, gone in zip(g.items, counts, donated):
+            if gone and type(item) is list:
+                return
+            if isinstance(item, int):
+                number += range(others, others + n)
+                others += n
+            else:
+                number += [None] * n
+        if replay.results is None or len(number) != count:
+            return
+        looked = [number[k] for k in known.looked]
+        if None in looked:  # ids inside of what nobody looks at
+            return
+        every = [a for part in (*fixed, known.plan.captured) for a in part]
+        if not all(type(a) is Array for a in every):
+            return
+        before = changes[0]
+        for a in every:
+            a.hold()
+        self._known[g.key] = Link(
+            known,
+            replay,
+            counts,
+            list(donated),
+            [k for k in looked if k is not None],
+            len(known.plan.captured),
+            before,
+        )
+        while len(self._known) > KEEP:
+            self._known.popitem(last=False)
