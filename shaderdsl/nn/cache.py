@@ -12,6 +12,7 @@ from ..errors import IndexRangeError, ShapeError
 from ..function import compile
 from ..ir import expr as E
 from ..namespace import maximum, minimum, update_slice, zeros
+from .module import Module
 from .rotary import positions
 from .sampling import advanced, likeliest
 
@@ -25,6 +26,13 @@ _TILE = 64
 
 #: Documents of new tokens and of all rows, and positions of the new tokens.
 Marks = tuple[Array, Array, Array]
+
+
+class _Rows(Module):
+    """Keys and values of every layer: what a call takes and gives back as one."""
+
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
 
 
 class KVCache:
@@ -50,8 +58,10 @@ class KVCache:
     ):
         self.batch, self.heads = batch, heads
         self.capacity, self.head_dim = capacity, head_dim
-        self._keys = tuple(zeros(self._shape) for _ in range(layers))
-        self._values = tuple(zeros(self._shape) for _ in range(layers))
+        keys, values = (
+            tuple(zeros(self._shape) for _ in range(layers)) for _ in range(2)
+        )
+        self._rows = _Rows(keys, values)
         self._lengths = [0] * layers
         #: a length, and an array that holds it
         self._start = 0, asarray(np.int32(0))
@@ -65,6 +75,14 @@ class KVCache:
         # any capacity takes the same texts.
         rows = -(-(self.capacity + CHUNK) // _TILE) * _TILE
         return self.batch, rows, self.heads * self.head_dim
+
+    @property
+    def _keys(self) -> tuple[Array, ...]:
+        return self._rows.keys
+
+    @property
+    def _values(self) -> tuple[Array, ...]:
+        return self._rows.values
 
     @property
     def length(self) -> int:
@@ -98,10 +116,11 @@ class KVCache:
         self.capacity = capacity
         if self._shape == before:
             return
-        for name in ("_keys", "_values"):
-            old = getattr(self, name)
-            new = (update_slice(zeros(self._shape), x, axis=1, start=0) for x in old)
-            setattr(self, name, tuple(new))
+        keys, values = (
+            tuple(update_slice(zeros(self._shape), x, axis=1, start=0) for x in old)
+            for old in (self._keys, self._values)
+        )
+        self._rows = _Rows(keys, values)
 
     def append(self, keys: Any, values: Any, layer: int = 0) -> None:
         """Add positions to one layer, each ``[batch, kv_heads, n, head_dim]``."""
@@ -121,10 +140,12 @@ class KVCache:
             raise ShapeError("keys and values of different lengths")
         start = self._lengths[layer]
         self._room(start, rows[0].shape[1])
-        for name, new in zip(("_keys", "_values"), rows):
-            kept = list(getattr(self, name))
+        parts = []
+        for old, new in zip((self._keys, self._values), rows):
+            kept = list(old)
             kept[layer] = update_slice(kept[layer], new, axis=1, start=start)
-            setattr(self, name, tuple(kept))
+            parts.append(tuple(kept))
+        self._rows = _Rows(*parts)
         self._lengths[layer] += rows[0].shape[1]
 
     def run(
@@ -215,9 +236,7 @@ class KVCache:
             start = asarray(np.int32(self.length))
         first = self._first if self.batch > 1 else None
         token: Array
-        token, start, self._keys, self._values = _follow(
-            model, self._keys, self._values, tokens, start, first
-        )
+        token, start, self._rows = _follow(model, self._rows, tokens, start, first)
         self._lengths = [k + 1 for k in self._lengths]
         self._start = self.length, start
         return token
@@ -251,9 +270,10 @@ class KVCache:
         # A single sequence needs no mask: it begins at row 0.
         first = self._first if self.batch > 1 else None
         logits: Array
-        logits, self._keys, self._values = function(
+        logits, keys, values = function(
             model, self._keys, self._values, ids, start, first, **more
         )
+        self._rows = _Rows(keys, values)
         self._lengths = [k + count for k in self._lengths]
         return logits
 
@@ -400,15 +420,10 @@ def _step_of(
 
 
 def _follow_of(
-    model: Any,
-    keys: tuple[Array, ...],
-    values: tuple[Array, ...],
-    ids: Array,
-    start: Array,
-    first: Array | None,
-) -> tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]:
-    logits, keys, values = _step_of(model, keys, values, ids, start, first)
-    return likeliest(logits.store()), advanced(start), keys, values
+    model: Any, rows: _Rows, ids: Array, start: Array, first: Array | None
+) -> tuple[Array, Array, _Rows]:
+    logits, keys, values = _step_of(model, rows.keys, rows.values, ids, start, first)
+    return likeliest(logits.store()), advanced(start), _Rows(keys, values)
 
 
 def _put_of(whole: Array, piece: Array, start: Array) -> Array:
@@ -419,5 +434,5 @@ _put = compile(_put_of, donate=("whole",))
 _chunk = compile(_chunk_of, donate=("keys", "values"))
 #: One token a sequence: ``(model, keys, values, ids, start, first)`` to logits, cache.
 step_function = compile(_step_of, donate=("keys", "values"))
-_follow = compile(_follow_of, donate=("keys", "values"))
+_follow = compile(_follow_of, donate=("rows",))
 _likeliest = compile(lambda logits: likeliest(logits))
