@@ -29,6 +29,7 @@ LAYERS = (
         "tracing",
         "op",
         "function",
+        "handed",
         "reference",
         "random",
         "tuner",
