@@ -21,7 +21,11 @@ from .target import Target
 
 def long_scan(s: Stage, target: Target) -> ScanParts | None:
     """A running sum that is too long for one workgroup."""
-    if s.kind != "reduce" or s.body is None or max(s.rext) <= longest_scan(target):
+    if (
+        s.kind != "reduce"
+        or s.body is None
+        or max(s.rext, default=0) <= longest_scan(target)
+    ):
         return None
     return scan_parts(s, Inliner(set()).body(s.body, s.space))
 
