@@ -340,6 +340,20 @@ def test_too_little_workgroup_memory(retarget):
     check(ops.attention, *args)
 
 
+@pytest.mark.parametrize("family", ["gpu", "software"])
+def test_too_little_workgroup_memory_for_pieces(retarget, family):
+    """Fewer rows, then fewer lanes: a token against a cache fits whatever there is."""
+    small = dataclasses.replace(Limits(), max_workgroup_storage=1024)
+    retarget(family=family, features=Features(), limits=small)
+    args = heads(4, 2, 3, 300, 8)
+    low = sd.lower(ops.attention, *args)
+    assert "lines in pieces" in low.explain()
+    for k in low.kernels:
+        found = re.findall(r"var<workgroup> \w+: array<(.*?), (\d+)>", k.wgsl)
+        assert sum(int(n) * (16 if "vec4" in t else 4) for t, n in found) <= 1024
+    check(ops.attention, *args)
+
+
 def test_a_budget_of_loops(retarget):
     """Lines that are too long for one thread are cut into pieces."""
     retarget(loop_budget=40)
@@ -386,6 +400,28 @@ def test_nothing_of_keys_by_queries(wgpu):
         g[0].numpy()
     assert p.peak_bytes < 16 << 20
     assert p.downloads == 1
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_attention_feeds_another(retarget, place):
+    """As its queries, keys or values: nothing of queries by keys, at lines that are
+    shorter than an inner axis may be, too.
+    """
+
+    def f(q, k, v, *more):
+        made = ops.attention(q, k, v)
+        return ops.attention(*more[:place], made, *more[place:])
+
+    args = [*heads(2, 2, 24, 24, 8), *heads(2, 2, 24, 24, 8, b=1)[1:]]
+    for family in ("software", "gpu"):
+        retarget(family=family, features=Features(), scores=0, online_from=0)
+        for backward in (False, True):
+            low = sd.lower(f, *args, backward=backward)
+            assert not any(
+                b.tensor.size >= 2 * 24 * 24 for k in low.kernels for b in k.bindings
+            )
+    retarget(family="software")
+    check(f, *args)
 
 
 def test_it_can_be_turned_off(retarget):
@@ -564,14 +600,42 @@ BAD = [
 def test_bad_input(cpu, error, options):
     q, k, v = heads(4, 2, 7, 7, 8)
     bias = np.zeros((4, 13), np.float32)
-    with pytest.raises(error):
+    with pytest.raises(error) as e:
         options = {"captured": {"bias": bias}, **options}
         ops.attention(q, k, v, causal=False, **options)
+    assert e.value.cure and e.value.where
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "said"),
+    [
+        ((2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 6, 8), "'v': axis 's' is 6"),
+        ((2, 4, 5, 8), (2, 2, 5, 9), (2, 2, 5, 8), "'k': axis 'd' is 9"),
+        ((3, 4, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8), "is 2, but argument 'q' makes it 3"),
+        ((2, 4, 5, 8), (2, 2, 5, 8), (2, 1, 5, 8), "'v': axis 'h' is 1"),
+        ((4, 5), (4, 5), (4, 5), "'q' has shape"),
+    ],
+)
+def test_shapes_that_disagree(cpu, q, k, v, said):
+    with pytest.raises(errors.ShapeError, match=said) as e:
+        ops.attention(make(*q), make(*k), make(*v))
+    assert e.value.cure and "test_attention.py" in e.value.where
+
+
+def test_an_id_beyond_a_captured_array(device):
+    """What only the values tell is told when a result is read."""
+    q, k, v = heads(2, 1, 6, 6, 8)
+    score = lambda x, b, h, i, j, kinds, bias: x + bias[kinds[b, j]]  # noqa: E731
+    captured = {"kinds": np.array([[0, 1, 2, 3, 1, 0]], np.int32), "bias": make(3)}
+    with pytest.raises(errors.IndexRangeError, match="bias") as e:
+        ops.attention(q, k, v, score=score, captured=captured).numpy()
+    assert e.value.cure
 
 
 def test_heads_that_do_not_divide(cpu):
-    with pytest.raises(errors.ShapeError, match="3 query heads"):
+    with pytest.raises(errors.ShapeError, match="3 query heads") as e:
         ops.attention(*heads(3, 2, 5, 5, 8))
+    assert e.value.cure
 
 
 def test_a_hook_error_names_the_array(cpu):

@@ -214,11 +214,6 @@ def _find(
     products = find_products(order, anchors, outs) if target.online else {}
     exact = compared(order, outs, products)
     products = {x: m for x, m in products.items() if x not in small | exact}
-    soft = soft_maps(order, products)
-    # A product of what a product gives is none: it could not be computed again.
-    products = {
-        x: m for x, m in products.items() if not any(n.data in soft for n in m.loads)
-    }
     for x in exact:
         none.log.append(
             f"{x.name} {list(x.shape)} is stored: it is compared with its own maximum"

@@ -43,6 +43,12 @@ class Pieces:
         """vec4s of workgroup memory."""
         return self.size * max(self.groups, min(self.rows, WIDTH))
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of workgroup memory, with the trees of all rows' maxima and sums."""
+        trees = 4 * self.size * self.rows * max(1, len(self.scalars))
+        return 16 * self.memory + trees
+
     def width(self, s: Sum) -> int:
         """vec4s of a weighted sum's row."""
         assert s.column is not None

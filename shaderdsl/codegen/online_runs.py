@@ -54,24 +54,30 @@ def soft_maps(order: Sequence[Stage], products: dict[Stage, Member]) -> set[Stag
 def find_products(
     order: Sequence[Stage], anchors: set[Stage], outs: set[Stage]
 ) -> dict[Stage, Member]:
-    """Contractions over one short axis whose results go through an exponential."""
-    likely = [s for s in order if may_be_product(s) and s not in outs]
+    """Contractions over one short axis whose results go through an exponential.
+
+    A product of what a product gives is none: it could not be computed again. Sums of
+    short lines are such, and what follows from them may be products again.
+    """
+    likely = {s for s in order if may_be_product(s) and s not in outs}
     if not likely:
         return {}
     hot = _exponentials(order)
     inliner = Inliner(anchors)
     out: dict[Stage, Member] = {}
-    for s in likely:
-        if s not in hot or s.body is None:
+    soft: set[Stage] = set()  # products and their maps
+    for s in order:
+        if s.kind == "map" and any(n.data in soft for n in s.loads):
+            soft.add(s)
+        if s not in likely or s not in hot or s.body is None:
             continue
         body = inliner.body(s.body, s.space)
+        loads = tuple(E.loads(body))
         parts = contract_parts(s, body) or _one_row(s, body)
-        if (
-            parts is not None
-            and len(parts.k) == 1
-            and not any(n.data in out for n in E.loads(body))
-        ):
-            out[s] = Member(s, body, "online", *_own_axes(s), tuple(E.loads(body)))
+        if parts is None or len(parts.k) != 1 or any(n.data in soft for n in loads):
+            continue
+        out[s] = Member(s, body, "online", *_own_axes(s), loads)
+        soft.add(s)
     return out
 
 

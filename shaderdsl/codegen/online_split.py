@@ -44,6 +44,9 @@ def choose_pieces(o: Online) -> Pieces:
     size = 64 if target.family == "software" else 128
     rows = min(o.extent(o.row), _ROWS.get(target.family, 8))
     p = Pieces(rows, size, 1, o)
+    while p.bytes > target.limits.max_workgroup_storage and (rows > 1 or size > 32):
+        rows, size = (rows // 2, size) if rows > 1 else (1, size // 2)
+        p = Pieces(rows, size, 1, o)
     steps = steps_of(o.extent(o.line), size)
     inner = sum(
         steps_of(o.extent(q.inner), WIDTH) // unrolled(o, q) for q in o.products

@@ -293,12 +293,14 @@ class Indexed:
                 f"{self.name!r} has {len(self.axes)} dimensions and is read with "
                 f"{len(given)} indices",
                 where=where,
+                cure=f"{self.name}[{', '.join('ijklmnop'[: len(self.axes)])}]",
             )
         for i, n in zip(given, self.shape, strict=True):
             if isinstance(i, int) and not -1 < i < n:
                 raise ShapeError(
                     f"index {i} of {self.name!r} is outside of its axis of size {n}",
                     where=where,
+                    cure=f"0 … {n - 1} are there",
                 )
         return (
             self.value.at(**dict(zip(self.axes, given, strict=True)))

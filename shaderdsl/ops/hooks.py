@@ -36,6 +36,7 @@ def check_heads(q: Any, k: Any, v: Any) -> None:
                 f"argument {name!r} has shape {shape}; attention takes "
                 "[..., heads, length, d]",
                 where=where,
+                cure=f"{name}[None] for one head, or reshape",
             )
     if a and b and b[-3] and a[-3] % b[-3]:
         raise ShapeError(
@@ -59,7 +60,9 @@ def check_numbers(window: Any, softcap: Any, start: Any, lengths: Any, k: Any) -
     for name, value in (("window", window), ("start", start), ("lengths", lengths)):
         if value is not None and not _integers(value):
             raise DTypeError(
-                f"{name} is {value!r}; positions are integers", where=where
+                f"{name} is {value!r}; positions are integers",
+                where=where,
+                cure=f"a whole number of positions, or an array of i32 for {name}",
             )
     if is_number(softcap) and not softcap > 0:
         raise ShapeError(
@@ -87,6 +90,9 @@ def check_numbers(window: Any, softcap: Any, start: Any, lengths: Any, k: Any) -
                 raise ShapeError(
                     f"{name} is {n}, but there are {keys} keys: 0 … {last} fit",
                     where=where,
+                    cure="start is the first query's position among the keys"
+                    if name == "start"
+                    else "lengths is how many keys, from the first on, there are",
                 )
 
 
@@ -165,6 +171,9 @@ def _checked(value: Any, wanted: str, hook: Any) -> Any:
             f"{name} gives {kind}; it must give {wanted}: "
             + ("a score" if wanted == "f32" else "whether the query sees the key"),
             where=f"attention ({E.user_location()})",
+            cure="return x, changed; hide keys by mask="
+            if wanted == "f32"
+            else "return a comparison, such as i >= j; change scores by score=",
         )
     return value
 
@@ -185,6 +194,7 @@ def hooked(
             f"q has shape {tuple(q.shape)}; attention with hooks, lengths or starts "
             "takes [batch, heads, length, d]",
             where=f"attention ({E.user_location()})",
+            cure="q[None] for one batch, or reshape",
         )
     names: dict[str, tuple[str, ...]] = {"score": (), "mask": ()}
     if score is not None:
@@ -213,6 +223,7 @@ def hooked(
             raise ShapeError(
                 f"{name} has shape {array.shape}; it is a number or one a batch",
                 where=f"attention ({E.user_location()})",
+                cure=f"{name} of shape [batch]",
             )
         arrays.append(name)
         given.append(array)
