@@ -130,6 +130,51 @@ def test_every_index_of_other_forms_is_in_range(work, family, gpu):
         assert kernels and outside == 0
 
 
+@pytest.mark.parametrize("family", ["software", "gpu"])
+@pytest.mark.parametrize("d", [12, 7])
+def test_every_index_of_a_scatter_is_in_range(family, gpu, d):
+    """The ids are any numbers, those that are no places included."""
+    from shaderdsl.codegen.lower import lower
+    from shaderdsl.tracing import Traced
+
+    if family == "gpu":
+        as_gpu(gpu)
+
+    def gradient(table, ids, dy):
+        return sd.vjp(lambda x: ops.embedding(x, ids), table)[1](dy)
+
+    specs = [sd.spec("f32", 40, d), sd.spec("i32", 9), sd.spec("f32", 9, d)]
+    traced = Traced(gradient, specs, "lower")
+    program = lower(traced.outs, gpu.target, inputs=traced.inputs)
+    assert all(k.in_range for k in program.kernels)
+    flags = [input_stage((4,), "u32", f"flag{i}") for i in range(2)]
+    kernels = [watched(k, f) for k, f in zip(program.kernels, flags, strict=True)]
+    program = Program(
+        tuple(kernels),
+        (*program.inputs, *flags),
+        (*program.outputs, *flags),
+        frozenset(range(len(program.inputs), len(program.inputs) + 2)),
+        program.scalars,
+        (),
+    )
+    places = np.array([3, 3, -1, 40, 2**31 - 1, -(2**31), 39, 0, 3], np.int32)
+    drawn = np.random.default_rng(1).standard_normal((9, d)).astype(np.float32)
+    by_name = {2: drawn, 1: places, 0: np.zeros((40, d), np.float32)}
+    given = [
+        gpu.upload(by_name[traced.inputs.index(s)], s.dtype)
+        for s in program.inputs[: -len(flags)]
+    ]
+    zeros = [gpu.upload(np.zeros(4, np.uint32), "u32") for _ in flags]
+    got, *found = gpu.build(program)([*given, *zeros], {})
+    assert [int(gpu.download(b, (4,), "u32")[0]) for b in found] == [0, 0]
+    want = np.zeros((40, d))
+    whole = (places >= 0) & (places < 40)
+    np.add.at(want, places[whole], drawn[whole].astype(np.float64))
+    np.testing.assert_allclose(
+        gpu.download(got, (40, d), "f32"), want, rtol=1e-6, atol=1e-6
+    )
+
+
 @pytest.mark.parametrize(("t", "s", "whole"), [(40, 70, 0), (32, 64, 1)])
 def test_every_index_of_a_stream_is_in_range(gpu, monkeypatch, t, s, whole):
     """Forward and all gradients, with and without the gradient of scores stored."""

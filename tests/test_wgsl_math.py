@@ -72,7 +72,7 @@ def test_each_helper_comes_once_and_after_what_it_calls():
     for at, body in enumerate(texts):
         assert set(used_helpers(body)) <= set(names[: at + 1])
         assert "{V}" not in body and "{F}" not in body
-    assert helper_source(["sd_exp"]) == texts[-2:]
+    assert helper_source(["sd_exp"]) == texts[-3:]
 
 
 def test_what_is_no_helper_is_an_error():

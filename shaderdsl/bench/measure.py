@@ -12,6 +12,9 @@ from ..runtime import Device, current, profile
 from ..runtime.timing import median_time, warm
 from .work import Row, Work
 
+#: How often the kernels of a call run between two timestamps, as PyTorch's do.
+REPEATS = 3
+
 #: What `--against` may name.
 PEERS = ("torch", "torch.compile", "handwritten")
 
@@ -115,7 +118,9 @@ class Bench:
         seconds: Callable[[], float] | None,
     ) -> float:
         warm(device, run, min(0.2, self.seconds))
-        return seconds() if seconds else median_time(device, run, self.seconds, 5)
+        if seconds:
+            return seconds()
+        return median_time(device, run, self.seconds, 5, REPEATS)
 
     def _peer(self, peer: str, row: Row, work: Work, record: Record) -> None:
         try:
@@ -163,7 +168,7 @@ def heat(device: Device, seconds: float) -> None:
 
 
 def time_torch(torch: Any, run: Callable[[], Any], seconds: float) -> float:
-    """Median seconds of a call by CUDA's events, three calls between two of them."""
+    """Median seconds of a call by CUDA's events, `REPEATS` calls between two."""
     end = time.perf_counter() + min(0.2, seconds)
     for _ in range(4):
         run()
@@ -175,11 +180,11 @@ def time_torch(torch: Any, run: Callable[[], Any], seconds: float) -> float:
     while len(times) < 5 or (time.perf_counter() < end and len(times) < 50):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
-        for _ in range(3):
+        for _ in range(REPEATS):
             run()
         last.record()
         torch.cuda.synchronize()
-        times.append(first.elapsed_time(last) / 3e3)
+        times.append(first.elapsed_time(last) / (1e3 * REPEATS))
     return statistics.median(times)
 
 

@@ -6,6 +6,7 @@ Every other stage is a map that is written into its readers. Kernels are made fr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ..ir import expr as E
@@ -35,6 +36,7 @@ class Anchored:
     def __init__(
         self, outs: Sequence[Stage], target: Target, loops: Sequence[Loop] = ()
     ):
+        self.target = target
         self.loop_of = {g: loop for loop in loops for g in loop.given.values()}
         self.limit = target.limits.max_storage_buffers
         self.outs = {o for o in outs if o.kind != "input" and o.size > 0}
@@ -105,6 +107,8 @@ class Anchored:
                 loaded, count = {s}, 0
             sources[s], nodes[s] = frozenset(loaded), count
         self._store_prologues(order, anchors, sources)
+        if self.target.family == "gpu":
+            self._store_numbers(order, anchors, sources)
         return anchors
 
     def _store(self, anchors: set[Stage], s: Stage, why: str) -> None:
@@ -144,6 +148,30 @@ class Anchored:
                     self._store(
                         anchors, v, f"the contraction {s.name} reads it many times"
                     )
+
+    def _store_numbers(
+        self,
+        order: Sequence[Stage],
+        anchors: set[Stage],
+        sources: dict[Stage, frozenset[Stage]],
+    ) -> None:
+        """A number of each row that only a sum over all rows reads is computed where
+        the row is read: the one workgroup of that sum would wait for what it gathers.
+        """
+        for s in order:
+            if s.kind != "reduce" or s.size != 1:
+                continue
+            for n in s.loads:
+                v: Stage = n.data
+                if v.kind != "map" or v in anchors or v.keep == "inline":
+                    continue
+                rows = [
+                    t
+                    for t in sources[v]
+                    if t.kind == "reduce" and t.ext == v.ext and math.prod(t.rext) > 64
+                ]
+                if rows and any(t.size > v.size for t in sources[v]):
+                    self._store(anchors, v, f"{s.name} reads it of all rows")
 
 
 def _is_view(s: Stage) -> bool:

@@ -9,7 +9,7 @@ in workgroup memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..ir.expr import Expr
@@ -142,7 +142,7 @@ def column_kernels(g: Group, target: Target) -> list[Kernel]:
         grid = fold(strips * shares, target)
     lines = [*w.blocks[0], *body_lines]
     kernel = finish(g, w, layout, lines, kernel_name(g), "column", s.size, grid)
-    return [kernel] + [finish_kernel(m, partials[m], shares, target) for m in g.members]
+    return [kernel, *finish_kernels(partials, shares, target)]
 
 
 def _step(
@@ -279,14 +279,34 @@ def _shares(rows: int, threads: int, target: Target) -> int:
     return shares
 
 
-def finish_kernel(m: Member, partial: Scratch, shares: int, target: Target) -> Kernel:
-    """Second stage: combine the shares of each output, in a fixed order.
-
-    Lanes take every ``parts``-th share of an output; a tree in workgroup memory joins
-    them.
+def finish_kernels(
+    partials: Mapping[Member, Scratch], shares: int, target: Target
+) -> list[Kernel]:
+    """Second stages: combine the shares of each output, in a fixed order; sums of one
+    shape go together.
     """
-    stage = m.stage
-    monoid, dtype = stage.monoid or "sum", m.body.dtype
+    alike: dict[tuple[int, str], list[Member]] = {}
+    for m in partials:
+        alike.setdefault((m.stage.size, m.body.dtype), []).append(m)
+    most = max(1, target.limits.max_storage_buffers // 2)
+    return [
+        _finish(members[k : k + most], partials, shares, target)
+        for members in alike.values()
+        for k in range(0, len(members), most)
+    ]
+
+
+def _finish(
+    members: Sequence[Member],
+    partials: Mapping[Member, Scratch],
+    shares: int,
+    target: Target,
+) -> Kernel:
+    """One second stage: lanes take every ``parts``-th share of an output, a tree in
+    workgroup memory joins them.
+    """
+    stage = members[0].stage
+    dtype = members[0].body.dtype
     gpu = target.family != "software"
     vector = gpu and stage.size % WIDTH == 0
     n = stage.size // (WIDTH if vector else 1)
@@ -297,14 +317,18 @@ def finish_kernel(m: Member, partial: Scratch, shares: int, target: Target) -> K
         parts *= 2
     size = 64 if parts == 1 else 256
     outputs = size // parts
-    w.binding(partial, vector, False)
-    w.binding(stage, vector, True)
+    for m in members:
+        w.binding(partials[m], vector, False)
+        w.binding(m.stage, vector, True)
     count = w.param(("n",), n, stem="n")
     total = w.param(("shares",), shares, stem="shares")
     w.line(f"let i = (group.y * groups.x + group.x) * {outputs}u + lane % {outputs}u;")
     w.line(f"let part = lane / {outputs}u;")
     w.line(f"let at = min(i, {count} - 1u);")
-    w.line(f"var acc: {kind} = {identity(w, monoid, dtype, vector)};")
+    monoids = [m.stage.monoid or "sum" for m in members]
+    accs = [f"acc{k or ''}" for k in range(len(members))]
+    for acc, monoid in zip(accs, monoids, strict=True):
+        w.line(f"var {acc}: {kind} = {identity(w, monoid, dtype, vector)};")
     w.line("var k = part;")
     for flight in (4, 1) if gpu else (1,):
         reach = (flight - 1) * parts
@@ -312,22 +336,29 @@ def finish_kernel(m: Member, partial: Scratch, shares: int, target: Target) -> K
         w.line(f"for (; {last} < {total}; k += {flight * parts}u) {{")
         for f in range(flight):
             place = f"(k + {f * parts}u)" if f else "k"
-            v = w.read(partial, f"{place} * {count} + at", vector)
-            w.line(f"  acc = {combine(monoid, 'acc', v, dtype, vector)};")
+            for m, acc, monoid in zip(members, accs, monoids, strict=True):
+                v = w.read(partials[m], f"{place} * {count} + at", vector)
+                w.line(f"  {acc} = {combine(monoid, acc, v, dtype, vector)};")
         w.line("}")
     if parts > 1:
-        _join(w, m, "acc", kind, size, parts, 0)
+        for m, acc in zip(members, accs, strict=True):
+            _join(w, m, acc, kind, size, parts, 0)
     w.open()
-    if vector:
-        w.line(w.write(stage, "i", "acc", True))
-    else:
-        w._store_one(stage, w.bound[stage].name, "i", "acc")
+    for m, acc in zip(members, accs, strict=True):
+        if vector:
+            w.line(w.write(m.stage, "i", acc, True))
+        else:
+            w._store_one(m.stage, w.bound[m.stage].name, "i", acc)
     w.blocks[0] += [f"if (part == 0u && i < {count}) {{", *indent(w.close()), "}"]
+    names = [m.stage.name for m in members]
     return Kernel(
-        name=f"finish_{stage.name}",
+        name=f"finish_{'_'.join(names[:3])}",
         archetype="column",
         wgsl=w.text(
-            [f"second stage of {stage.name}"], (size, 1, 1), BUILTINS, w.blocks[0]
+            [f"second stage of {', '.join(names)}"],
+            (size, 1, 1),
+            BUILTINS,
+            w.blocks[0],
         ),
         workgroup_size=(size, 1, 1),
         workgroups=fold(-(-n // outputs), target),
@@ -335,8 +366,8 @@ def finish_kernel(m: Member, partial: Scratch, shares: int, target: Target) -> K
         params=w.param_block(),
         members=(),
         writes=(),  # the kernel before counts as the writer
-        flops=shares * n,
-        bytes=(shares + 1) * stage.nbytes,
+        flops=len(members) * shares * n,
+        bytes=(shares + 1) * sum(m.stage.nbytes for m in members),
         reason="adds the partial results of the kernel before, in a fixed order",
         in_range="column" in IN_RANGE,
     )

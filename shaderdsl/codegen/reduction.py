@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from ..ir.stage import MONOIDS
 from .writer import Writer, spell, wgsl_type
 
+#: The maximum where something else tells of NaN: it need not ask each.
+NUMBERS_MAX = "max of numbers"
+
 
 def combine(monoid: str, a: str, b: str, dtype: str, vector: bool = False) -> str:
     """``a ⊕ b`` in WGSL."""
+    if monoid == NUMBERS_MAX:
+        return f"max({a}, {b})"
     if dtype != "f32" and monoid in ("max", "min"):
         return f"{monoid}({a}, {b})"
     return spell(MONOIDS[monoid].primitive, [a, b], dtype, vector)
@@ -17,7 +22,7 @@ def combine(monoid: str, a: str, b: str, dtype: str, vector: bool = False) -> st
 
 def identity(w: Writer, monoid: str, dtype: str, vector: bool = False) -> str:
     """The neutral element, as text."""
-    value = MONOIDS[monoid].identity[dtype]
+    value = MONOIDS["max" if monoid == NUMBERS_MAX else monoid].identity[dtype]
     if dtype == "f32" and value in (float("inf"), float("-inf")):
         text = f"bitcast<f32>(sd_bits({'0x7f800000u' if value > 0 else '0xff800000u'}))"
     elif dtype == "f32":
@@ -80,17 +85,21 @@ class Tree:
             )  # results of the phase before have been read
         slots: dict[str, int] = {}
         names = []
+        own = []  # what a lane has so far is no load
         for _, dtype, v in values:
             k = slots[dtype] = slots.get(dtype, -1) + 1
             names.append(self._array(dtype, k))
             w.line(f"{names[-1]}[lane] = {v};", depth)
+            own.append(w.fresh("own"))
+            w.line(f"var {own[-1]} = {v};", depth)
         w.line("workgroupBarrier();", depth)
         half = self.width // 2
         while half:
             w.line(f"if ({self.position} < {half}u) {{", depth)
-            for (monoid, dtype, _), name in zip(values, names, strict=True):
-                a, b = f"{name}[lane]", f"{name}[lane + {half}u]"
-                w.line(f"  {name}[lane] = {combine(monoid, a, b, dtype)};", depth)
+            for (monoid, dtype, _), name, a in zip(values, names, own, strict=True):
+                step = combine(monoid, a, f"{name}[lane + {half}u]", dtype)
+                w.line(f"  {a} = {step};", depth)
+                w.line(f"  {name}[lane] = {a};", depth)
             w.line("}", depth)
             w.line("workgroupBarrier();", depth)
             half //= 2
@@ -135,6 +144,8 @@ class Tree:
 
 def _subgroup(monoid: str, v: str, dtype: str) -> str:
     """The combination over a subgroup's lanes; NaN wins in max and min."""
+    if monoid == NUMBERS_MAX:
+        return f"subgroupMax({v})"
     builtin = {"sum": "Add", "prod": "Mul", "max": "Max", "min": "Min"}[monoid]
     plain = f"subgroup{builtin}({v})"
     if dtype == "f32" and monoid in ("max", "min"):

@@ -18,13 +18,20 @@ from typing import Any
 
 from ..ir import expr as E
 from .choice import pick
-from .column import column_kernels, finish_kernel
+from .column import column_kernels, finish_kernels
 from .member import Member
 from .partition import Group
 from .parts import FLAT, Parts, together
 from .program import Kernel, Scratch
-from .reduction import Tree, combine, horizontal, identity
-from .row_online import FLIGHT, ONLINE, Online, ahead, find_pairs
+from .reduction import NUMBERS_MAX, Tree, combine, horizontal, identity
+from .row_online import (
+    ONLINE,
+    Online,
+    find_pairs,
+    follows,
+    told_by_sum,
+)
+from .row_walk import HELD, Walks
 from .schedule import (
     Layout,
     decode,
@@ -79,10 +86,9 @@ def choose(
         return _enough_groups(
             RowSchedule(width, size, chunks, groups), rows, n, phases, target
         )
-    # Two vec4s a lane fill the memory's pipe; with more phases, fewer lanes wait less.
-    per = 4 if phases > 2 and not columns else 2
-    width = 16
-    while width < most and n > width * per:
+    # Two vec4s a lane fill the memory's pipe.
+    width = min(16, _power(n))
+    while width < most and n > width * 2:
         width *= 2
     chunks = _power(-(-n // width)) if n <= width * 8 else 0
     size = max(1, 128 // width) if rows > 1 else 1
@@ -237,7 +243,11 @@ class RowText:
             lambda: candidates(*self.shape),
             lambda s: fits(s, *self.shape),
         )
+        self.walks: Walks | None = None
+        self.told: dict[Member, Member] = {}  # the sum that tells of NaN → maximum
         if self.schedule.chunks:
+            if target.family != "software":
+                self.told = self._told()
             self.pairs = {}  # the row is in registers
         self.levels = self._levels()
         self.partials: dict[Member, Scratch] = {}
@@ -267,6 +277,29 @@ class RowText:
             level[m] = 1 + max(inner, default=0)
         return level
 
+    def _told(self) -> dict[Member, Member]:
+        """Maxima that need not ask each element for NaN: a sum of exponentials below it
+        is NaN then, and so is all that reads the maximum after it.
+        """
+        found = {}
+        for m, sums in self.pairs.items():
+            s = told_by_sum(m, sums, self.bodies)
+            if s is None:
+                continue
+            most, total = self.g.own_load(m), self.g.own_load(s)
+            readers = [
+                x
+                for x in self.g.members
+                if x is not m and most in E.loads(self.bodies[x])
+            ]
+            before = self.levels[s]
+            early = [x for x in readers if self.levels.get(x, before + 1) <= before]
+            if early == [s] and all(
+                follows(self.bodies[x], total) for x in readers if x is not s
+            ):
+                found[s] = m
+        return found
+
     # -------------------------------------------------------------- the kernel
 
     def kernels(self) -> list[Kernel]:
@@ -276,10 +309,8 @@ class RowText:
         name = kernel_name(self.g)
         grid = (s.groups, 1, 1) if s.groups else fold(self.workgroups, self.target)
         out = [finish(self.g, w, self.layout, lines, name, "row", self.threads, grid)]
-        for m in self.columns:
-            out.append(
-                finish_kernel(m, self.partials[m], s.groups * s.rows, self.target)
-            )
+        if self.columns:
+            out += finish_kernels(self.partials, s.groups * s.rows, self.target)
         return out
 
     @property
@@ -310,6 +341,7 @@ class RowText:
         self.saved: dict[int, dict[Any, str]] = {}
         for m in self.columns:
             self._open_column(m)
+        w.invert_sizes(*self.bodies.values())
         w.open()
         w.base = 1
         # With a workgroup for each row there is no row too many; else the last ones
@@ -391,7 +423,7 @@ class RowText:
             dtype = m.body.dtype
             w.line(
                 f"var {name}: {wgsl_type(dtype, vector)} = "
-                f"{identity(w, m.stage.monoid or 'sum', dtype, vector)};",
+                f"{identity(w, self._monoid(m), dtype, vector)};",
                 1,
             )
             accs.append((m, name, vector))
@@ -403,16 +435,17 @@ class RowText:
             for c in range(s.chunks):
                 self._chunk(c, n, accs, maps, columns)
         elif paired:
-            walk = Online(w, self.bodies, paired, self.vector, self.position, s.width)
-            walk.row(
-                n,
-                lambda at: decode(w, at, self.layout.loops[1], 2, self.vector),
-                lambda: self._elements(accs, [], [], None, "i"),
-            )
+            walk = Online(w, self.bodies, paired, self.vector)
+            walk.row(self._walks(n), lambda: self._elements(accs, [], [], None, "i"))
             for m, r in walk.results(self.tree):
                 self._reduced(m, r)
-        elif maps and not columns and self.target.family != "software":
-            self._store_row(n, maps)
+        elif not columns and self.target.family != "software":
+            # A driver may not read what comes after a store before it.
+            self._walks(n).walk(
+                lambda: self._read_ahead(reds, maps),
+                lambda: None,
+                lambda: self._elements(accs, maps, [], None, "i"),
+            )
         else:
             w.open()
             decode(w, "i", self.layout.loops[1], 2, self.vector)
@@ -424,34 +457,42 @@ class RowText:
             return
         values = []
         for m, name, vector in accs:
-            dtype, monoid = m.body.dtype, m.stage.monoid or "sum"
+            dtype, monoid = m.body.dtype, self._monoid(m)
             v = w.let(horizontal(monoid, name, dtype), 1) if vector else name
             values.append((monoid, dtype, v))
         results = self.tree.reduce(values, 1)
         for (m, _, _), r in zip(accs, results, strict=True):
             self._reduced(m, r if r.startswith("r") else w.let(r, 1, "r"))
 
-    def _store_row(self, n: str, maps: Sequence[Member]) -> None:
-        """Maps of a row that loops, several positions at once: a driver may not read
-        what comes after a store before it.
-        """
-        w, s = self.w, self.schedule
-        i = w.fresh("walk")
-        w.line(f"var {i} = {self.position};", 1)
-        for flight in (FLIGHT, 1):
-            lines = ahead(
+    def _monoid(self, m: Member) -> str:
+        if m in self.told.values():
+            return NUMBERS_MAX
+        return m.stage.monoid or "sum"
+
+    def _walks(self, n: str) -> Walks:
+        """The walks of the row that this text is about."""
+        if self.walks is None:
+            w, width = self.w, self.schedule.width
+            gpu = self.target.family != "software"
+            held = HELD // (1 if self.vector is None else WIDTH)
+            again = max(self.levels.values(), default=0) + bool(self.maps) > 1
+            if not gpu or not again or self.columns or self.schedule.rows > 1:
+                held = 0
+            self.walks = Walks(
                 w,
-                i,
-                flight,
-                s.width,
+                n,
+                self.position,
+                width,
                 lambda at: decode(w, at, self.layout.loops[1], 2, self.vector),
-                lambda: self._map_values(maps),
-                lambda: None,
-                lambda: self._elements([], maps, [], None, i),
+                held if self.n >= held * width else 0,
+                gpu and not self.columns,
             )
-            last = f"{i} + {(flight - 1) * s.width}u" if flight > 1 else i
-            w.line(f"for (; {last} < {n}; {i} += {flight * s.width}u) {{", 1)
-            w.blocks[1] += [*indent(lines), "}"]
+        return self.walks
+
+    def _read_ahead(self, reds: Sequence[Member], maps: Sequence[Member]) -> None:
+        self._map_values(maps)
+        for m in reds:
+            self.w.value(self.bodies[m])
 
     def _map_values(self, maps: Sequence[Member]) -> list[str]:
         w, vector = self.w, self.vector is not None
@@ -460,8 +501,15 @@ class RowText:
 
     def _reduced(self, m: Member, result: str) -> None:
         """A reduction's result: what reads it finds it, and it is stored if wanted."""
-        self.w.memo[1][self.g.own_load(m)] = result
-        if m in self.g.stored:
+        w = self.w
+        w.memo[1][self.g.own_load(m)] = result
+        if m in self.told:
+            most = self.told[m]
+            number = w.memo[1][self.g.own_load(most)]
+            if most in self.g.stored:
+                nan = f"select({number}, sd_nan(), sd_isnan({result}))"
+                self._store_narrow(most, w.let(nan, 1, "r"))
+        if m in self.g.stored and m not in self.told.values():
             self._store_narrow(m, result)
 
     def _place(self, c: int, n: str) -> tuple[str | None, str]:
@@ -527,7 +575,7 @@ class RowText:
         w = self.w
         for m, name, vector in accs:
             body = self.bodies[m]
-            monoid, dtype = m.stage.monoid or "sum", body.dtype
+            monoid, dtype = self._monoid(m), body.dtype
             v = w.splat(body) if vector else w.value(body)
             if inside:
                 v = f"select({identity(w, monoid, dtype, vector)}, {v}, {inside})"

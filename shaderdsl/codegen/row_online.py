@@ -8,7 +8,6 @@ the row's maximum and added.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from ..ir import expr as E
 from ..ir.expr import Expr
@@ -16,55 +15,14 @@ from ..ir.stage import factors
 from .member import Member
 from .online_runs import maximum_of
 from .reduction import Tree, combine, horizontal, identity
-from .writer import Writer, indent, spell, wgsl_type
+from .row_walk import Walks
+from .writer import Writer, spell, wgsl_type
 
 #: Positions (elements or vec4s) of a row from which GPUs read it in a loop, once for
 #: both, and do not hold it in registers.
 ONLINE = 1 << 12
 
-#: Positions that a lane reads before it uses any of them.
-FLIGHT = 4
-
 _LOG2E = "1.44269504"
-
-
-def ahead(
-    w: Writer,
-    i: str,
-    flight: int,
-    width: int,
-    place: Callable[[str], None],
-    read: Callable[[], object],
-    between: Callable[[], None],
-    use: Callable[[], None],
-) -> list[str]:
-    """The inside of a loop over a row: so many positions are read before any is used.
-
-    Args:
-        i: the loop's variable.
-        width: how far apart a lane's positions lie.
-        place: names the axes of a position.
-        read: at each position; what it names ``use`` finds again.
-        between: once, after all were read.
-    """
-    lines: list[str] = []
-    memos: list[dict[Any, str]] = []
-    names: list[dict[int, str]] = []
-    for u in range(flight):
-        w.open()
-        place(w.let(f"{i} + {u * width}u", 2, "i") if u else i)
-        read()
-        memos.append(w.memo[-1])
-        names.append({a: x for a, x in w.names.items() if w.depth[a] == 2})
-        lines += w.close()
-    w.open()
-    between()
-    for memo, axes in zip(memos, names, strict=True):
-        w.memo[-1] = memo
-        for a, name in axes.items():
-            w.axis(a, name, 2)
-        use()
-    return lines + w.close()
 
 
 def find_pairs(
@@ -100,6 +58,31 @@ def find_pairs(
     return found
 
 
+def told_by_sum(
+    m: Member, sums: Sequence[Member], bodies: Mapping[Member, Expr]
+) -> Member | None:
+    """A sum of the exponentials of all that a maximum is of: NaN where one of it is."""
+    for s in sums:
+        term = _term(bodies[s])
+        if term is not None and bodies[s] is term[0]:
+            return s if bodies[m] is _y(m, bodies) else None
+    return None
+
+
+def follows(body: Expr, load: Expr) -> bool:
+    """Whether a value is NaN if this load is, whatever else it reads."""
+    if body is load:
+        return True
+    if body.kind != "apply":
+        return False
+    if body.data == "where":
+        test, a, b = body.args
+        other = test.kind == "apply" and test.data == "eq" and load in test.args
+        return follows(b, load) and (other or follows(a, load))
+    strict = ("add", "sub", "mul", "div", "neg", "exp", "log")
+    return body.data in strict and any(follows(x, load) for x in body.args)
+
+
 def _term(body: Expr) -> tuple[Expr, Expr] | None:
     """The one factor exp(y - m) of a sum's body, and the load of m."""
     fs = [
@@ -132,7 +115,6 @@ class Online:
     Args:
         pairs: maximum → its sums.
         vector: the axis that vec4s run along, if any.
-        position: the lane's place in its row, of ``width``.
     """
 
     def __init__(
@@ -141,21 +123,16 @@ class Online:
         bodies: Mapping[Member, Expr],
         pairs: Mapping[Member, list[Member]],
         vector: int | None,
-        position: str,
-        width: int,
     ):
         self.w, self.bodies, self.pairs = w, bodies, pairs
         self.wide = vector is not None
-        self.vector, self.position, self.width = vector, position, width
+        self.vector = vector
         self.state: dict[Member, str] = {}
 
-    def row(
-        self, n: str, place: Callable[[str], None], beside: Callable[[], None]
-    ) -> None:
-        """Walk a row of ``n`` positions.
+    def row(self, walks: Walks, beside: Callable[[], None]) -> None:
+        """Walk a row.
 
         Args:
-            place: names the axes of a position.
             beside: what else is done at each position.
         """
         w = self.w
@@ -168,44 +145,28 @@ class Online:
                 kind = wgsl_type("f32", self._is_wide(s))
                 self.state[s] = f"sum{k}_{j}_"
                 w.line(f"var sum{k}_{j}_: {kind} = {kind}(0.0);", 1)
-        i = w.fresh("walk")
-        w.line(f"var {i} = {self.position};", 1)
-        for flight in (FLIGHT, 1):
-            reach = (flight - 1) * self.width
-            lines = self._steps(i, flight, place, beside)
-            last = f"{i} + {reach}u" if reach else i
-            w.line(f"for (; {last} < {n}; {i} += {flight * self.width}u) {{", 1)
-            w.blocks[1] += [*indent(lines), "}"]
-
-    def _is_wide(self, m: Member) -> bool:
-        return self.vector is not None and bool(self.bodies[m].free >> self.vector & 1)
-
-    def _steps(
-        self,
-        i: str,
-        flight: int,
-        place: Callable[[str], None],
-        beside: Callable[[], None],
-    ) -> list[str]:
-        w = self.w
-        values: dict[Member, list[str]] = {m: [] for m in self.pairs}
+        values: dict[Member, list[str]] = {}
         exponents: dict[Member, str] = {}
 
         def read() -> None:
-            for m, of in values.items():
-                of.append(w.value(self.bodies[m]))
+            for m in self.pairs:
+                values.setdefault(m, []).append(w.value(self.bodies[m]))
             beside()
 
         def between() -> None:
             for m, of in values.items():
                 exponents[m] = self._grow(m, of)
+            values.clear()
 
         def add() -> None:
             for m, sums in self.pairs.items():
                 for s in sums:
                     self._add(s, exponents[m])
 
-        return ahead(w, i, flight, self.width, place, read, between, add)
+        walks.walk(read, between, add)
+
+    def _is_wide(self, m: Member) -> bool:
+        return self.vector is not None and bool(self.bodies[m].free >> self.vector & 1)
 
     def _grow(self, m: Member, values: Sequence[str]) -> str:
         """Raise the maximum, shrink its sums; gives what y is lowered by."""
@@ -242,11 +203,7 @@ class Online:
         """A sum of the exponentials alone: it is NaN where some y is, so that the
         maximum need not ask each.
         """
-        for s in self.pairs[m]:
-            term = _term(self.bodies[s])
-            if term is not None and self.bodies[s] is term[0]:
-                return s if self.bodies[m] is _y(m, self.bodies) else None
-        return None
+        return told_by_sum(m, self.pairs[m], self.bodies)
 
     def _add(self, s: Member, low: str) -> None:
         w = self.w

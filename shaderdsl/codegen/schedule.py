@@ -22,7 +22,7 @@ from .writer import WIDTH, Writer, contiguous
 #: before anything is loaded, what an interval does not prove is clamped, and places in
 #: workgroup memory follow from the invocation's number.  `tests/test_index_audit.py`
 #: watches each index of them.
-IN_RANGE = frozenset({"map", "row", "column", "contract"})
+IN_RANGE = frozenset({"map", "row", "column", "contract", "scatter"})
 
 BUILTINS = (
     "@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: "

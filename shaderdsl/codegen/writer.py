@@ -466,6 +466,9 @@ class Writer:
         if whole is not None:
             name = f"sd_vanish{'_v4' if vector else ''}"
             return self.let(f"{name}({args[whole]})", level)
+        if n.data == "div" and self._divides_many(n, level):
+            name = f"sd_over{'_v4' if vector else ''}"
+            return self.let(f"{name}({args[0]}, {self._inverse(n.args[1])})", level)
         if all(x.kind == "const" for x in n.args):  # the front end must not evaluate it
             args = [
                 self.let(a, level, "c") if re.match(r"[\d(tf]", a) else a for a in args
@@ -475,6 +478,40 @@ class Writer:
             level,
             "b" if n.dtype == "bool" else "t",
         )
+
+    def _divides_many(self, n: Expr, level: int) -> bool:
+        """Whether a divisor serves several divisions, so that it is inverted once.
+
+        Software drivers divide as fast as they multiply.
+        """
+        if self.target.family == "software" or n.args[0].kind == "const":
+            return False
+        b = n.args[1]
+        if self.is_vector(n) and not self.is_vector(b):
+            return True
+        known = any(("inverse", b) in memo for memo in self.memo)
+        return known or self.level(b.free) < level
+
+    def invert_sizes(self, *roots: Expr) -> None:
+        """Invert divisors that depend on sizes alone, before anything is read."""
+        if self.target.family == "software":
+            return
+        for n in E.values(*roots):
+            if n.kind == "apply" and n.data == "div" and n.dtype == "f32":
+                b = n.args[1]
+                if not b.free and n.args[0].kind != "const" and not E.loads(b):
+                    self._inverse(b)
+
+    def _inverse(self, b: Expr) -> str:
+        """What `sd_over` takes for a divisor."""
+        level = self.level(b.free)
+        key = ("inverse", b)
+        for memo in reversed(self.memo):
+            if key in memo:
+                return str(memo[key])
+        name = self.let(f"sd_inverse({self.value(b)})", level, "over")
+        self.memo[level][key] = name
+        return name
 
     def read(self, tensor: Tensor, at: str, vector: bool) -> str:
         """The text that reads one place of a tensor (a vec4 of it)."""

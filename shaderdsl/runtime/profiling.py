@@ -50,9 +50,14 @@ class Profile:
         peak_bytes: most bytes of device memory in use at once.
         timestamps: whether device time was asked for; each kernel then runs in a pass
             of its own, and each call waits for its end.
+        repeats: how often the kernels of a call run between two timestamps, if those
+            of each kernel are not wanted.
+        seconds: device time of the calls, where it was asked for.
     """
 
     timestamps: bool = False
+    repeats: int = 0
+    seconds: float = 0.0
     dispatches: int = 0
     compiled: int = 0
     uploads: int = 0
@@ -129,15 +134,18 @@ class Profile:
 
 
 @contextmanager
-def profile(*, timestamps: bool = False) -> Iterator[Profile]:
+def profile(*, timestamps: bool = False, repeats: int = 0) -> Iterator[Profile]:
     """Count what happens inside the block; blocks may nest and each sees its own.
 
     Args:
         timestamps: also time each kernel on the device where it can.  It slows the
             work down, because each kernel gets a pass of its own.
+        repeats: with ``timestamps``, time whole calls instead: what a call launches
+            runs so often in one pass, as in a loop of such calls, and ``seconds`` is
+            the mean.  Calls that overwrite what they were given run once.
     """
     global _active
-    mine = Profile(timestamps=timestamps)
+    mine = Profile(timestamps=timestamps, repeats=repeats)
     with _lock:
         _active = (*_active, mine)
     try:
@@ -157,10 +165,17 @@ def wants_timestamps() -> bool:
     return any(p.timestamps for p in _active)
 
 
+def wanted_repeats() -> int:
+    """How often a timed call is to run as a whole; 0 times each kernel."""
+    return max((p.repeats for p in _active), default=0)
+
+
 def note_dispatches(
     kernels: list[Kernel], live_bytes: int, seconds: list[float] | None = None
 ) -> None:
-    """Count launches in order; ``seconds`` holds their device times if known."""
+    """Count launches in order; ``seconds`` holds their device times if known, or that
+    of all of them.
+    """
     if not _active:
         return
     now, thread = time.perf_counter(), threading.get_ident()
@@ -170,8 +185,10 @@ def note_dispatches(
             p.peak_bytes = max(p.peak_bytes, live_bytes)
             # Timed kernels ended one after another, the last of them about now.
             start = now - p.began - sum(seconds or ())
+            p.seconds += sum(seconds or ())
+            apart = seconds is not None and len(seconds) == len(kernels)
             for i, kernel in enumerate(kernels):
-                spent = seconds[i] if seconds else None
+                spent = seconds[i] if seconds and apart else None
                 p.events.append(
                     Event(
                         kernel.name,

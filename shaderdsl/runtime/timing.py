@@ -16,14 +16,18 @@ def has_timestamps(device: Device) -> bool:
     return device.kind == "wgpu" and device.target.features.timestamps
 
 
-def time_once(device: Device, call: Callable[[], Any]) -> float:
+def time_once(device: Device, call: Callable[[], Any], repeats: int = 0) -> float:
     """Seconds of one call: the sum over its kernels, or of the wall clock to the end of
     the work where the device has no timestamps.
+
+    Args:
+        repeats: how often its kernels run between two timestamps; with 0 each has two
+            of its own, which adds what it takes to start and drain a pass.
     """
     if has_timestamps(device):
-        with profile(timestamps=True) as p:
+        with profile(timestamps=True, repeats=repeats) as p:
             call()
-        return sum(e.seconds or 0.0 for e in p.events)
+        return p.seconds
     device.synchronize()
     start = time.perf_counter()
     call()
@@ -32,13 +36,19 @@ def time_once(device: Device, call: Callable[[], Any]) -> float:
 
 
 def median_time(
-    device: Device, call: Callable[[], Any], seconds: float, least: int = 3
+    device: Device,
+    call: Callable[[], Any],
+    seconds: float,
+    least: int = 3,
+    repeats: int = 0,
 ) -> float:
-    """Median seconds of calls during about ``seconds``, of at least ``least`` calls."""
+    """Median seconds of calls during about ``seconds``, of at least ``least`` calls;
+    ``repeats`` as of `time_once`.
+    """
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < least or (time.perf_counter() < end and len(times) < 200):
-        times.append(time_once(device, call))
+        times.append(time_once(device, call, repeats))
     return statistics.median(times)
 
 
