@@ -57,9 +57,10 @@ _MOST_SUMS = 128
 #: a large product.
 SHAPES = (
     (Shape(128, 128, 8, 16, 8), 1.0),
-    (Shape(64, 128, 16, 8, 8), 1.0),
-    (Shape(64, 128, 8, 8, 8), 0.9),
-    (Shape(64, 64, 16, 8, 8), 0.75),
+    (Shape(64, 128, 16, 8, 8), 0.98),
+    (Shape(128, 64, 16, 8, 8), 0.98),
+    (Shape(64, 128, 8, 8, 8), 0.88),
+    (Shape(64, 64, 16, 8, 8), 0.88),
     (Shape(32, 64, 16, 4, 8), 0.55),
     (Shape(16, 128, 16, 4, 4), 0.4),
     (Shape(32, 32, 16, 4, 4), 0.35),
@@ -123,7 +124,7 @@ def tilings(cs: Sequence[Contraction], longest: int) -> Iterator[Tiling]:
             yield Tiling(shape, 1)
             continue
         needed = math.ceil(k / longest)
-        for splits in (needed, *(s for s in (2, 4, 8, 16, 32) if s > needed)):
+        for splits in (needed, *(s for s in _SPLITS if s > needed)):
             if splits != needed and math.ceil(k / splits) < 8 * shape.bk:
                 break
             yield Tiling(shape, splits)
@@ -150,17 +151,21 @@ def tiling_cost(cs: Sequence[Contraction], t: Tiling) -> float:
     cost = waves * shape.bm * shape.bn * length / speed + _LAUNCH
     if splits > 1:
         results = sum(math.prod(c.sizes[:3]) * len(c.results) for c in cs)
-        cost += results * (splits + 1) * 12 / _FULL + 350_000
+        cost += results * (splits + 1) * _PIECE + _SECOND
     return cost
 
 
 def _waves(shape: Shape, groups: int, sums: int) -> float:
     """Times that two workgroups a processor take for a number of them."""
-    many = max(math.ceil(groups / _PROCESSORS), 1)
     at_once = max(_REGISTERS // (shape.size * (shape.tm * shape.tn * sums + 72)), 1)
-    left = many % at_once
+    full, left = divmod(groups, _PROCESSORS * at_once)
+    many = math.ceil(left / _PROCESSORS)
+    if 0 < full < _SPREAD and at_once == 2:
+        # All are done at a time, and the first processors take two of what is left.
+        many = min(left, 2)
     # Few workgroups on a processor wait for memory and for one another.
-    return (many - left + left / (0.6 + 0.4 * left / at_once)) / 2
+    idle = 1 - many / at_once
+    return (full * at_once + many / (1 - _IDLE * idle * idle)) / 2
 
 
 def _speed(shape: Shape, cs: Sequence[Contraction]) -> float:
@@ -180,12 +185,17 @@ def workgroups(c: Contraction, shape: Tile) -> int:
     return batch * math.ceil(m / shape.bm) * math.ceil(n / shape.bn)
 
 
-#: What a launch costs, in multiplications of a workgroup.
-_LAUNCH = 40_000
+#: Pieces of k that are worth a comparison.
+_SPLITS = (2, 3, 4, 5, 6, 7, 8, 11, 16, 32)
 
-#: Workgroups that fill a large device.
-_FULL = 264
-#: Processors of such a device, and registers of each.
+#: What a launch costs, in multiplications of a workgroup; what a second stage costs
+#: beside it, and each result of a piece, which is written and read.
+_LAUNCH, _SECOND, _PIECE = 40_000, 350_000, 0.08
+#: Turns after which processors are done at different times.
+_SPREAD = 4
+#: What is lost by the square of the share of workgroups that a processor lacks.
+_IDLE = 0.6
+#: Processors of a large device, and registers of each.
 _PROCESSORS, _REGISTERS = 132, 1 << 16
 #: Speed of lower tiles where words of both factors are scattered over rows.
 _SCATTERED = 0.97
