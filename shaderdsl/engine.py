@@ -83,12 +83,16 @@ class Plan:
         if tune is not None:
             tune(outs, (*inputs, *captured), donated)
         self.program: Program = lower_graph(
-            outs, self.device.target, inputs=(*inputs, *captured), donated=donated
+            outs,
+            self.device.target,
+            inputs=(*inputs, *captured),
+            donated=donated,
+            ready=self.device.expect,
         )
         verify.check(
             [s for k in self.program.kernels for s in k.members], "after the partition"
         )
-        self.executable = self.device.build(self.program)
+        self.executable = self.device.build(self.program, wait=False)
 
     def __call__(self, buffers: Sequence[Any], scalars: dict[str, Any]) -> list[Any]:
         found = self.launch(buffers, scalars)

@@ -62,6 +62,7 @@ def lower(
     *,
     inputs: Sequence[Stage],
     donated: frozenset[int] = frozenset(),
+    ready: Callable[[Sequence[Kernel]], None] = lambda kernels: None,
 ) -> Program:
     """Plan a graph for a target.
 
@@ -69,8 +70,9 @@ def lower(
         outs: what is wanted; may repeat, may be inputs.
         inputs: the graph's inputs, in the order in which their buffers will be given.
         donated: positions of inputs whose memory may be reused.
+        ready: called with kernels as soon as their texts are known.
     """
-    return _planned(_loops(outs, target), target, inputs, donated)
+    return _planned(_loops(outs, target), target, inputs, donated, ready=ready)
 
 
 def _loops(outs: Sequence[Stage], target: Target) -> Found:
@@ -106,6 +108,7 @@ def _planned(
     inputs: Sequence[Stage],
     donated: frozenset[int],
     block: bool = False,
+    ready: Callable[[Sequence[Kernel]], None] = lambda kernels: None,
 ) -> Program:
     outs, known = found.known or (in_stages(found.outs, target), None)
     arrangement = arrange(outs, target, inputs, donated, found.loops, block, known)
@@ -114,13 +117,16 @@ def _planned(
     kernels: list[Kernel] = []
     for g in arrangement.groups():
         if g.loop is not None:
-            kernels += block_kernels(g.loop, target, _block)
-            continue
-        if g.kind not in SCHEDULES:
+            new = block_kernels(g.loop, target, _block)
+        elif g.kind in SCHEDULES:
+            new = kernels_of(g, target, SCHEDULES[g.kind])
+        else:
             raise CompilerError(f"no schedule for {g.kind}")
-        kernels += kernels_of(g, target, SCHEDULES[g.kind])
+        new = [arrangement.agreed(k) for k in new]
+        ready(new)
+        kernels += new
     return Program(
-        tuple(arrangement.agreed(k) for k in kernels),
+        tuple(kernels),
         tuple(inputs),
         tuple(outs),
         donated,

@@ -53,7 +53,7 @@ class CpuDevice(Device):
             cls._only = cls()
         return cls._only
 
-    def build(self, program: Program) -> CpuExecutable:
+    def build(self, program: Program, *, wait: bool = True) -> CpuExecutable:
         self.check()
         texts = {kernel.code for kernel in program.kernels}
         with self._lock:

@@ -21,7 +21,7 @@ from . import library
 from .buffers import Buffer, Pool
 
 if TYPE_CHECKING:
-    from ..codegen.program import Program
+    from ..codegen.program import Kernel, Program
     from .replay import Outcome, Replay
 
 #: How each dtype lies in memory.  A bool is a u32 of 0 or 1.
@@ -87,13 +87,19 @@ class Device(abc.ABC):
     alive: bool = True
 
     @abc.abstractmethod
-    def build(self, program: Program) -> Executable:
-        """Make a program ready: compile its kernels and plan its memory.
+    def build(self, program: Program, *, wait: bool = True) -> Executable:
+        """Make a program ready: plan its memory and compile its kernels.
+
+        Args:
+            wait: whether for the kernels; else the first call waits for them.
 
         Raises:
             LimitError: a tensor or a dispatch is larger than the device allows.
             CompilerError: a kernel is not valid; our own fault.
         """
+
+    def expect(self, kernels: Sequence[Kernel]) -> None:  # noqa: B027
+        """Kernels of a program that is being planned: they may be compiled already."""
 
     @abc.abstractmethod
     def upload(self, array: np.ndarray[Any, Any], dtype: str) -> Buffer:

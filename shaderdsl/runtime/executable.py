@@ -6,6 +6,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from .buffers import (
 )
 from .device import Executable
 from .launch import Move, Step, encode, handles
+from .pipelines import finished
 from .plan import MemoryPlan, Place, check_limits, pack_params, plan_memory
 from .replay import KEEP, Encoded, Outcome, Parts, Replay, Replays
 
@@ -77,18 +79,33 @@ class WgpuExecutable(Executable):
             )
         # A dispatch of no workgroups computes nothing.
         work = [(i, k) for i, k in enumerate(program.kernels) if 0 not in k.workgroups]
-        pipelines = device.pipelines.get([kernel for _, kernel in work])
-        self._steps = [
-            _Step(kernel, *pipeline, self._block.ranges[i], i)
-            for (i, kernel), pipeline in zip(work, pipelines)
-        ]
+        self._work = work
+        device.pipelines.begin([kernel for _, kernel in work])
         self._lock = threading.Lock()
         self._given = sorted(program.donated)
         self._out_sizes = [stage.nbytes for stage in program.outputs]
         self._twin_lists: dict[int, list[int | None]] = {}
         self._replays = Replays()
         self._owner = new_serial()
-        self._groups: list[OrderedDict[Key, Any]] = [OrderedDict() for _ in self._steps]
+        self._groups: list[OrderedDict[Key, Any]] = [OrderedDict() for _ in work]
+
+    @cached_property
+    def _steps(self) -> list[_Step]:
+        """The dispatches; waits for the pipelines."""
+        kernels = [kernel for _, kernel in self._work]
+        pipelines = finished(self.device.pipelines.begin(kernels))
+        return [
+            _Step(kernel, *pipeline, self._block.ranges[i], i)
+            for (i, kernel), pipeline in zip(self._work, pipelines)
+        ]
+
+    def wait(self) -> None:
+        """Return when everything is compiled.
+
+        Raises:
+            CompilerError: the driver refused a text; our own fault.
+        """
+        assert self._steps is not None
 
     def __call__(
         self, inputs: Sequence[Buffer], scalars: Mapping[str, float] | None = None

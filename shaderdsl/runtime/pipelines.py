@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CompilerError, DeviceLostError
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
 
 wgpu = library.api
 
-#: New kernels from which compiling on several threads is worth starting them.
-PARALLEL_FROM = 4
+#: Kernels that are compiled at a time at most.
+MOST_THREADS = 16
+
+#: Seconds after which somebody who waits for kernels is told.
+PATIENCE = 1.0
 
 #: What tells pipelines apart: text, access of each binding, whether parameters follow.
 Key = tuple[str, tuple[str, ...], bool, bool]
@@ -34,6 +38,36 @@ def wants_unchecked(target: Target) -> bool:
     Software drivers check at no cost.
     """
     return os.environ.get("SHADERDSL_CHECKED") != "1" and target.family == "gpu"
+
+
+def finished(futures: Sequence[Future[tuple[Any, Any]]]) -> list[tuple[Any, Any]]:
+    """What was begun; says on a terminal how far it is if that takes long.
+
+    Raises:
+        CompilerError: the driver refused a text; our own fault.
+    """
+    patience, said = PATIENCE, False
+    try:
+        while wait(futures, patience, FIRST_EXCEPTION).not_done:
+            if any(f.done() and f.exception() for f in futures):
+                break
+            if sys.stderr.isatty():
+                done = sum(f.done() for f in futures)
+                _say(f"shaderdsl: compiling kernels, {done} of {len(futures)}")
+                patience, said = 0.2, True
+    except BaseException:  # Interrupted (Ctrl-C): what has not begun need not begin.
+        for future in futures:
+            future.cancel()
+        raise
+    finally:
+        if said:
+            _say("")
+    return [future.result() for future in futures]
+
+
+def _say(text: str) -> None:
+    """Write over a terminal's line."""
+    print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 class Pipelines:
@@ -50,40 +84,41 @@ class Pipelines:
         self._made: dict[Key, Future[tuple[Any, Any]]] = {}
         self._layouts: dict[tuple[tuple[str, ...], bool], tuple[Any, Any]] = {}
         self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        self._closed = False
         self.compiled = 0
         #: Whether kernels whose indices are in range go without the driver's checks.
         self.unchecked = UNCHECKED and wants_unchecked(device.target)
         self._own_checks = device.unchecked
 
-    def get(self, kernels: Sequence[Kernel]) -> list[tuple[Any, Any]]:
-        """``(pipeline, bind group layout)`` of each kernel; makes what is missing.
-
-        Raises:
-            CompilerError: the driver refused a text; our own fault.
+    def begin(self, kernels: Sequence[Kernel]) -> list[Future[tuple[Any, Any]]]:
+        """``(pipeline, bind group layout)`` of each kernel, sooner or later; begins to
+        make what is missing, on other threads.
         """
-        futures, new = [], []
+        futures = []
         with self._lock:
+            if self._closed:
+                raise DeviceLostError(f"the device {self._name} was given up")
             for kernel in kernels:
                 key = self._key(kernel)
                 future = self._made.get(key)
-                if future is None:
+                if future is None or future.cancelled():
                     future = self._made[key] = Future()
-                    new.append((kernel, key, future))
+                    if self._threads is None:
+                        workers = min(MOST_THREADS, os.cpu_count() or 1)
+                        self._threads = ThreadPoolExecutor(workers, "shaderdsl-compile")
+                    self._threads.submit(self._make, kernel, key, future)
                 futures.append(future)
-        workers = min(8, os.cpu_count() or 1, len(new))
-        try:
-            if len(new) >= PARALLEL_FROM and workers > 1:
-                with ThreadPoolExecutor(workers) as threads:
-                    list(threads.map(lambda job: self._make(*job), new))
-            else:
-                for job in new:
-                    self._make(*job)
-        finally:
-            # Interrupted (Ctrl-C): nobody may wait for what will not be made.
-            for _, key, future in new:
-                if not future.done():
-                    self._give_up(key, future, CompilerError("compiling was stopped"))
-        return [future.result() for future in futures]
+        return futures
+
+    def close(self) -> None:
+        """Make no more; returns when nothing is being made."""
+        with self._lock:
+            self._closed = True
+            for future in self._made.values():
+                future.cancel()
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
 
     @staticmethod
     def _key(kernel: Kernel) -> Key:
@@ -91,6 +126,8 @@ class Pipelines:
         return kernel.code, access, bool(kernel.params), kernel.in_range
 
     def _make(self, kernel: Kernel, key: Key, future: Future[tuple[Any, Any]]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             group_layout, layout = self._layout(key[1], key[2])
             module = self._module(kernel)

@@ -13,7 +13,8 @@ inputs' own memory if they lie there just so already, and else copies them toget
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from bisect import insort
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -126,41 +127,39 @@ def plan_memory(program: Program, donated: frozenset[int]) -> MemoryPlan:
     fresh = [t for t in first if t not in place]
     outputs = dict.fromkeys(homes.of(stage)[0] for stage in program.outputs)
     outputs = {t: None for t in outputs if t not in place}
+    same: dict[int, list[int]] = {}  # donated inputs by room, the smallest first
+    for i in sorted(donated, key=lambda i: (slots[i].nbytes, i)):
+        same.setdefault(_room(slots[i].nbytes), []).append(i)
     # The earliest first: the later an output is written, the more memory is free.
     for tensor in sorted(outputs, key=lambda t: first.get(t, end)):
         # An empty output has no kernel.
         span = (first.get(tensor, end), end)
         # Memory of another size would be passed on from call to call, and grow.
-        fits = [
-            i
-            for i in sorted(donated)
-            if _room(slots[i].nbytes) == _room(tensor.nbytes)
-            and slots[i].is_free(*span)
-        ]
-        if fits:
-            place[tensor] = min(fits, key=lambda i: (slots[i].nbytes, i))
-            reused.add(place[tensor])
-        else:
-            place[tensor] = len(slots)
+        fits: Iterable[int] = same.get(_room(tensor.nbytes), [])
+        found = next((i for i in fits if slots[i].is_free(*span)), None)
+        if found is None:
+            found = len(slots)
             slots.append(Slot("output", tensor.nbytes))
-        slots[place[tensor]].busy.append(span)
+        else:
+            reused.add(found)
+        place[tensor] = found
+        slots[found].busy.append(span)
 
     # The largest first: whatever comes later fits into what is there already.  Among
     # equals the last first, because outputs occupy the end.
     temps = [t for t in fresh if t not in place]
+    some = [i for i, slot in enumerate(slots) if (-1, end) not in slot.busy]
+    sizes = sorted((slots[i].nbytes, i) for i in some)
     for tensor in sorted(temps, key=lambda t: (-t.nbytes, -last[t])):
-        span = (first[tensor], last[tensor])
-        fits = [
-            i
-            for i, slot in enumerate(slots)
-            if _room(slot.nbytes) >= _room(tensor.nbytes) and slot.is_free(*span)
-        ]
-        if fits:
-            place[tensor] = min(fits, key=lambda i: (slots[i].nbytes, i))
-        else:
-            place[tensor] = len(slots)
+        span, room = (first[tensor], last[tensor]), _room(tensor.nbytes)
+        fits = (i for n, i in sizes if _room(n) >= room)
+        found = next((i for i in fits if slots[i].is_free(*span)), None)
+        if found is None:
+            found = len(slots)
             slots.append(Slot("temp", tensor.nbytes))
-        slots[place[tensor]].busy.append(span)
+            insort(sizes, (tensor.nbytes, found))
+        place[tensor] = found
+        slots[found].busy.append(span)
 
     def at(tensor: Tensor) -> Place:
         home, offset = homes.of(tensor)

@@ -31,7 +31,7 @@ from .pipelines import Pipelines, wants_unchecked
 from .reading import Reading
 
 if TYPE_CHECKING:
-    from ..codegen.program import Program
+    from ..codegen.program import Kernel, Program
     from .executable import WgpuExecutable
 
 #: Bytes a transfer moves at a time, so that staging memory stays small beside data.
@@ -121,13 +121,19 @@ class WgpuDevice(Device):
                 return cls(adapter, info, limits)
         raise NoAdapterError(f"no adapter {spec!r}")
 
-    def build(self, program: Program) -> WgpuExecutable:
+    def build(self, program: Program, *, wait: bool = True) -> WgpuExecutable:
         from .executable import WgpuExecutable
 
         self.check()
         executable = WgpuExecutable(self, program)
+        if wait:
+            executable.wait()
         self._executables.add(executable)
         return executable
+
+    def expect(self, kernels: Sequence[Kernel]) -> None:
+        self.check()
+        self.pipelines.begin([k for k in kernels if 0 not in k.workgroups])
 
     def check(self) -> None:
         """Refuse a device that is gone, or a process that was forked.
@@ -145,6 +151,7 @@ class WgpuDevice(Device):
         if not self.alive:
             return
         self.synchronize()
+        self.pipelines.close()
         with self._quiet:
             self.alive = False
             # Unmapped reads would wait for ever, and the driver would abort.
