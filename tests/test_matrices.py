@@ -16,6 +16,7 @@ import pytest
 from conftest import has_adapter
 from emulated import emulated
 from test_contract import arrays, half_cases, nn, nt, run, scores, tn, tt, turned
+from test_index_audit import watched
 
 import shaderdsl as sd
 from shaderdsl.codegen import lower as lowering
@@ -27,8 +28,10 @@ from shaderdsl.codegen.contract_matrix_shapes import MATRIX_SHAPES, choose_matri
 from shaderdsl.codegen.contract_plan import analyse
 from shaderdsl.codegen.lower import lower
 from shaderdsl.codegen.partition import Partition
+from shaderdsl.codegen.program import Program
 from shaderdsl.codegen.target import PORTABLE, Target
 from shaderdsl.ir import expr as E
+from shaderdsl.ir.stage import input_stage
 
 SMALL = MatrixShape(32, 64, 16, 1, 2, 1, panel=2)
 number = itertools.count()
@@ -188,6 +191,37 @@ def test_which_values_are_halves():
 
 def attention(q, k, v):
     return sd.ops.attention(q, k, v, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [
+        (nn, [(33, 20), (20, 300)]),
+        (tt, [(15, 65), (7, 15)]),
+        (attention, [(1, 2, 70, 32), (1, 2, 90, 32), (1, 2, 90, 32)]),
+    ],
+    ids=["nn", "tt", "attention"],
+)
+def test_every_index_is_in_range(wgpu, op, shapes):
+    """Those of workgroup memory too, of which matrices are loaded."""
+    device = sd.runtime.current()
+    operands = arrays(*shapes, **HALF)
+    traced = sd.lower(op, *operands).program
+    flag = input_stage((4,), "u32", "flag")
+    kernels = [watched(k, flag) for k in traced.kernels]
+    assert all("in_range" in k.wgsl for k in kernels)
+    program = Program(
+        tuple(kernels),
+        (*traced.inputs, flag),
+        (*traced.outputs, flag),
+        frozenset({len(traced.inputs)}),
+        (),
+        (),
+    )
+    given = [device.upload(a, "f16") for a in operands]
+    given.append(device.upload(np.zeros(4, np.uint32), "u32"))
+    *_, found = device.build(program)(given, {})
+    assert wgpu and not device.download(found, (4,), "u32").any()
 
 
 def printed(op, operands):

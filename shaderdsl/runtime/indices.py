@@ -24,20 +24,19 @@ def rewritten(text: str, index: Callable[[str, str], str]) -> str:
             r"var<workgroup> (\w+): array<.*?, (\d+)u?>;", text
         )
     }
-    head, main, body = text.partition("@compute")
     # Ones inside of others last, so that both are looked at.
     place = 0
-    while found := re.compile(r"\b(\w+)\[").search(body, place):
+    while found := re.compile(r"\b(\w+)\[").search(text, place):
         place = found.end()
         if found[1] not in lengths:
             continue
         depth, end = 1, place
         while depth:
-            depth += {"[": 1, "]": -1}.get(body[end], 0)
+            depth += {"[": 1, "]": -1}.get(text[end], 0)
             end += 1
-        new = index(body[place : end - 1], lengths[found[1]])
-        body = body[:place] + new + body[end - 1 :]
-    return head + main + body
+        new = index(text[place : end - 1], lengths[found[1]])
+        text = text[:place] + new + text[end - 1 :]
+    return text
 
 
 def checked(text: str) -> str:
