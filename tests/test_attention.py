@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import re
 from collections import OrderedDict
-from pathlib import Path
 
 import numpy as np
 import pytest
+from ops_ref import load
 
 import shaderdsl as sd
 from shaderdsl import engine, errors, ops
@@ -27,8 +26,6 @@ from shaderdsl.ir import differentiate, interpret
 from shaderdsl.runtime import current
 from shaderdsl.tracing import Traced
 
-safetensors = pytest.importorskip("safetensors")
-FOLDER = Path(__file__).parent / "data" / "ops_ref"
 RTOL, ATOL = 1e-4, 1e-5
 
 
@@ -115,19 +112,7 @@ def retarget(wgpu):
 # ------------------------------------------------------------------ values of torch
 
 
-def load():
-    out = {}
-    for path in sorted(FOLDER.glob("attention_*.safetensors")):
-        with safetensors.safe_open(path, "np") as f:
-            cases = json.loads(f.metadata()["cases"])
-            for name in f.keys():  # noqa: SIM118
-                case, _, tensor = name.partition(".")
-                _, tensors = out.setdefault((path.stem, case), (cases[case], {}))
-                tensors[tensor] = f.get_tensor(name)
-    return out
-
-
-CASES = load()
+CASES = load("attention_*")
 
 
 def alibi(x, b, h, i, j, slopes):

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
+from ops_ref import load
 
 import shaderdsl as sd
 from shaderdsl import ops
 
-safetensors = pytest.importorskip("safetensors")
-FOLDER = Path(__file__).parent / "data" / "ops_ref"
 RTOL, ATOL = 1e-4, 1e-5
-
-
-def load():
-    """(file, case) → parameters and tensors."""
-    out = {}
-    for path in sorted(FOLDER.glob("*.safetensors")):
-        with safetensors.safe_open(path, "np") as f:
-            cases = json.loads(f.metadata()["cases"])
-            for name in f.keys():  # noqa: SIM118
-                case, _, tensor = name.partition(".")
-                _, tensors = out.setdefault((path.stem, case), (cases[case], {}))
-                tensors[tensor] = f.get_tensor(name)
-    return out
 
 
 CASES = load()
