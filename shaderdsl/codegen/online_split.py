@@ -261,20 +261,28 @@ class _Piece(Shares):
             w.line(f"sm[{at}] = vec4<f32>({', '.join(part[:WIDTH])});")
         w.line(BARRIER)
         down = p.lanes_down(s)
+        # Loads of several lines are under way at a time, those beyond the end again of
+        # the last one.
+        by = min(4, p.size // down) if o.target.family == "gpu" else 1
+        stop = w.let(f"min({p.size}u, end - l)", 1)
         w.open()
-        near = self.axes.at(o.line, w.let("l + k", 2), 2)
-        for g in range(p.groups):
-            w.line(f"let p{g} = sm[{plus('k', g * p.size)}];")
-        for c, column in enumerate(self.columns(s, 1)):
-            copies = {**near, **self.axes.at(s.column, column, 1, True)}
-            v = self.axes.value(s.weight, copies, s.column)
-            for i in range(p.rows):
-                x = f"vec4<f32>(p{i // WIDTH}.{XYZW[i % WIDTH]})"
-                w.line(f"a{k}r{i}c{c} = fma({x}, {v}, a{k}r{i}c{c});")
+        for u in range(by):
+            at = w.let(plus("k", u * down), 2, "k") if u else "k"
+            own = w.let(f"min(l + {at}, end - 1u)" if u else f"l + {at}", 2)
+            near = self.axes.at(o.line, own, 2)
+            for g in range(p.groups):
+                w.line(f"let p{g}u{u} = sm[{plus(at, g * p.size)}];")
+            for c, column in enumerate(self.columns(s, 1)):
+                copies = {**near, **self.axes.at(s.column, column, 1, True)}
+                v = self.axes.value(s.weight, copies, s.column)
+                if u:
+                    v = w.let(f"select(vec4<f32>(0.0), {v}, {at} < {stop})", 2)
+                for i in range(p.rows):
+                    x = f"vec4<f32>(p{i // WIDTH}u{u}.{XYZW[i % WIDTH]})"
+                    w.line(f"a{k}r{i}c{c} = fma({x}, {v}, a{k}r{i}c{c});")
         body = w.close()
         start = f"lane / {p.lanes_along(s)}u"
-        stop = w.let(f"min({p.size}u, end - l)", 1)
-        w.line(f"for (var k = {start}; k < {stop}; k = k + {down}u) {{")
+        w.line(f"for (var k = {start}; k < {stop}; k = k + {by * down}u) {{")
         w.blocks[-1] += [*indent(body), "}"]
 
     # -------------------------------------------------------------- the end
