@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import shaderdsl as sd
-from shaderdsl.codegen.compared import compared
+from shaderdsl.codegen.compared import compared, recomputed
 from shaderdsl.errors import (
     AxisError,
     DifferentiationError,
@@ -627,3 +627,41 @@ def test_a_maximum_that_is_a_result_keeps_its_gradient(device, block_from):
                 close(g, e, rtol=1e-4, atol=1e-4)
     finally:
         device.target = before
+
+
+def test_a_map_is_not_computed_again_beside_its_maximum():
+    """A driver may contract a·b + c in one kernel and not in another."""
+
+    def f(x):
+        return sd.max(x * x + x, axis=-1)
+
+    def computed(f):
+        graph = Graph(f, [x])
+        return [s for s in topo_stages([*graph.outs, *graph.gradients]) if s.body]
+
+    x = np.ones((5, 300), F32)
+    order = computed(f)
+    assert {s.name for s in recomputed(order, ())} == {"add"}
+    assert not recomputed(order, recomputed(order, ()))
+    low = sd.lower(lambda x: sd.vjp(f, x)[1](np.ones(5, F32)), x)
+    assert "it is compared with its own maximum" in low.explain()
+    # One rounding is the same everywhere; what is only subtracted is not compared.
+    for g in (lambda x: sd.max(x * x, axis=-1), lambda x: sd.softmax(x * x + x)):
+        assert not recomputed(computed(g), ())
+
+
+@pytest.mark.parametrize("n", [4, 8, 4096])
+def test_what_does_not_depend_on_the_summed_axis_counts_each_time(device, n):
+    ids = np.zeros(n, np.int32)
+
+    def f(x):
+        y = sd.take(x, ids)
+        return sd.sum(y), sd.softmax(y), sd.logsumexp(y), sd.prod(1 + y / n)
+
+    x = np.asarray([0.5], F32)
+    row = np.full(n, 0.5)
+    wanted = row.sum(), np.full(n, 1 / n), 0.5 + np.log(n), np.prod(1 + row / n)
+    for got, want in zip(sd.compile(f)(x), wanted, strict=True):
+        close(got, want, rtol=1e-5)
+    _, pullback = sd.vjp(lambda x: f(x)[2] + f(x)[0], x)
+    close(pullback(np.float32(1))[0], [1.0 + n], rtol=1e-5)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from ..ir import expr as E
 from ..ir.stage import Stage, topo_stages
 from .blocks_graph import Loop
+from .compared import recomputed
 from .member import contract_parts
 from .online_find import find_chains
 from .target import Target
@@ -109,6 +110,9 @@ class Anchored:
         self._store_prologues(order, anchors, sources)
         if self.target.family == "gpu":
             self._store_numbers(order, anchors, sources)
+        twice = recomputed(order, anchors)
+        for s in (s for s in order if s in twice):
+            self._store(anchors, s, "it is compared with its own maximum")
         return anchors
 
     def _store(self, anchors: set[Stage], s: Stage, why: str) -> None:

@@ -1,8 +1,9 @@
-"""Products that are compared with their own maximum: these are not computed again.
+"""What is compared with its own maximum: this is not computed again.
 
 ``x == max(x)`` holds for the element that gave the maximum only if x has the same bits
-in both places. Another schedule of a product adds in another order, and then no element
-equals the maximum: its gradient, or the position of it, would be lost.
+in both places. Another schedule of a product adds in another order, and a driver may
+contract ``a * b + c`` in one kernel and not in another. Then no element equals the
+maximum: its gradient, or the position of it, would be lost.
 """
 
 from __future__ import annotations
@@ -69,6 +70,59 @@ def compared(
             if n not in shifts and not (s in counts and body.args[0] is n):
                 found |= set(_pairs(n, of))
     return found
+
+
+#: Maps whose result is an operand, or has no other rounding than that of f32 itself.
+_EXACT = frozenset(
+    {"neg", "abs", "maximum", "minimum", "where", "stop_gradient", "after"}
+    | {"floor", "ceil", "round", "trunc", "sign", "round_f16", "to_f32"}
+)
+#: One of these has one rounding; two of them can be contracted.
+_ROUNDED = frozenset({"add", "sub", "mul", "mulz", "div"})
+
+
+def recomputed(order: Sequence[Stage], anchors: Container[Stage]) -> set[Stage]:
+    """Maps of more than one rounding that are compared with their own extreme, and that
+    two kernels would compute each for itself.
+    """
+    found: set[Stage] = set()
+    if not any(s.monoid in ("max", "min") for s in order):
+        return found
+    for s in filter(_compares, order):
+        assert s.body is not None
+        for n in E.values(s.body):
+            if not _is_comparison(n) or any(a.kind != "load" for a in n.args):
+                continue
+            sides = [_seen(a.data) for a in n.args]
+            for m, x in (sides, sides[::-1]):
+                if m.kind == "reduce" and m.monoid in ("max", "min"):
+                    assert m.body is not None
+                    of = m.body
+                    own = of.kind == "load" and _seen(of.data) is x
+                    if own and x.kind == "map" and x not in anchors:
+                        found |= {x} if _roundings(x, anchors) > 1 else set()
+    return found
+
+
+def _seen(s: Stage) -> Stage:
+    """What a view shows."""
+    while s.kind == "map" and s.body is not None and s.body.kind == "load":
+        s = s.body.data
+    return s
+
+
+def _roundings(s: Stage, anchors: Container[Stage]) -> int:
+    """How many roundings, 2 at most, lie between what is stored and a map."""
+    assert s.body is not None
+    count = 0
+    for n in E.values(s.body):
+        if n.kind == "apply" and n.dtype in E.FLOATS and n.data not in _EXACT:
+            count += 1 if n.data in _ROUNDED else 2
+        elif n.kind == "load" and n.data.kind == "map" and n.data not in anchors:
+            count += _roundings(n.data, anchors)
+        if count > 1:
+            return 2
+    return count
 
 
 def _below(

@@ -67,6 +67,8 @@ def _first_stage(
     w = Parts([], target)
     for c, p in zip(cs, pieces, strict=True):
         plain_tensors(c, w, epilogue=p is None)
+        if p is not None and p.lies_plain(c):  # one buffer, so of all of them
+            w.plain.add(p.scratch)
     lines = [f"let every = {FLAT};"]
     total, memory = 0, dict[str, int]()
     for part, (c, p) in enumerate(zip(cs, pieces, strict=True)):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .address import Address, Term, collapse, used_alone
-from .contract_plan import Contraction
+from .contract_plan import Contraction, inner_axis
 from .parts import only
 from .program import Kernel, Scratch
 from .schedule import (
@@ -34,6 +34,24 @@ class Pieces:
     def start(self, c: Contraction, acc: int) -> int:
         """The first element of an accumulator."""
         return self.first + acc * self.splits * c.member.stage.size
+
+    def forms(self, c: Contraction, piece: int) -> list[Address]:
+        """Where the first stage stores each accumulator; ``piece`` is the axis that
+        counts pieces.
+        """
+        own = c.store(c.member)
+        key = ("axes", tuple(range(len(c.group.rows))))
+        term = Term(c.member.stage.size, key, piece)
+        return [
+            Address((*own.terms, term), own.const + self.start(c, acc))
+            for acc in range(len(c.results))
+        ]
+
+    def lies_plain(self, c: Contraction) -> bool:
+        """Whether the first stage cannot store the sums as vec4s."""
+        axis = inner_axis(c, c.n)
+        forms = self.forms(c, len(c.group.space))
+        return not c.wide or not all(contiguous(f, axis) for f in forms)
 
 
 def piece_count(c: Contraction, splits: int) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..ir import expr as E
-from .address import Address, Term
+from .address import Address
 from .contract_plan import Contraction, Copies, Loop, Pass, inner_axis
 from .contract_split import Pieces
 from .parts import FLAT
 from .program import Tensor
-from .writer import WIDTH, Writer, contiguous, indent
+from .writer import WIDTH, Writer, indent
 
 XYZW = "xyzw"
 
@@ -151,16 +151,12 @@ class Tile:
         piece = len(w.space)
         w.space.append(self.splits)
         w.axis(piece, "piece", 0)
-        size = c.member.stage.size
-        term = Term(size, ("axes", tuple(range(len(c.group.rows)))), piece)
-        own = c.store(c.member)
-        stores = []
-        for acc, loads in enumerate(c.results):
-            first = own.const + pieces.start(c, acc)
-            form = Address((*own.terms, term), first)
-            stores.append((pieces.scratch, form, loads[0]))
-            if not c.wide or not contiguous(form, inner_axis(c, c.n)):
-                w.plain.add(pieces.scratch)
+        if pieces.lies_plain(c):
+            w.plain.add(pieces.scratch)
+        stores = [
+            (pieces.scratch, form, loads[0])
+            for form, loads in zip(pieces.forms(c, piece), c.results, strict=True)
+        ]
         self.finish(stores, [1.0] * len(stores))
 
     def finish(

@@ -171,7 +171,7 @@ class Tiled(Tile):
             if (
                 total < s.size
             ):  # threads to spare: their loads repeat, their stores are left out
-                two = w.let(f"min({two}, {total // fast - 1}u)", 0, "e")
+                two = w.let(f"min({two}, {total // fast - 1}u)", depth, "e")
             step = s.size // fast
             split = [(one, plus(two, j * step)) for j in range(count)]
         else:
@@ -317,7 +317,7 @@ class Tiled(Tile):
         length = math.ceil(math.ceil(p.extent / self.splits) / s.bk) * s.bk
         # Without remainder and empty pieces nothing needs to be cut off.
         exact = p.extent % s.bk == 0 and (self.splits - 1) * length < p.extent
-        start, stop = self.needed(*self.piece(p, length, 1, depth))
+        start, stop = self.needed(*self.piece(p, length, 1, depth), depth)
         first = start
         if self.firsts or self.ends:  # fetched even where nothing is needed
             # The last chunk may be a part of one: it begins below stop - bk + 1.
@@ -347,15 +347,15 @@ class Tiled(Tile):
             "}",
         ]
 
-    def needed(self, start: str, stop: str) -> tuple[str, str]:
+    def needed(self, start: str, stop: str, depth: int) -> tuple[str, str]:
         """The part of a piece of k, in whole chunks, outside of which factors are 0."""
         w, bk = self.w, self.shape.bk
         for e in self.ends:
             chunks = f"(u32(max({e}, 0)) + {bk - 1}u) / {bk}u * {bk}u"
-            stop = w.let(f"min({stop}, {chunks})", 0, "s")
+            stop = w.let(f"min({stop}, {chunks})", depth, "s")
         for e in self.firsts:
             chunks = f"u32(max({e}, 0)) / {bk}u * {bk}u"
-            start = w.let(f"max({start}, {chunks})", 0, "s")
+            start = w.let(f"max({start}, {chunks})", depth, "s")
         return start, stop
 
     def multiplications(self, p: Pass, shares: dict[Factor, Share]) -> list[str]:

@@ -213,7 +213,10 @@ class Partition:
             self.anchors.add(part)
             if not any(m.stage is part for m in members):
                 assert part.body is not None
-                members.append(make_member(part, part.body))
+                whole = part.body
+                if len(count[best]) > self.limit - 1:
+                    whole = self._shorten(part, whole, members, self.limit - 1)
+                members.append(make_member(part, whole))
             replacement = E.load(part, [E.index(a) for a in axes])
             body = E.replace(body, best, replacement)
 

@@ -540,7 +540,13 @@ class RowText:
         return inside, at
 
     def _vector_value(self, m: Member) -> bool:
-        return self.vector is not None and bool(self.bodies[m].free >> self.vector & 1)
+        """Whether a reduction's value is a vec4. That of a sum or product always is:
+        what does not depend on the axis counts for each of the four elements.
+        """
+        if self.vector is None:
+            return False
+        counts = m.stage.monoid in ("sum", "prod")
+        return counts or bool(self.bodies[m].free >> self.vector & 1)
 
     def _chunk(
         self,

@@ -166,7 +166,10 @@ class Online:
         walks.walk(read, between, add)
 
     def _is_wide(self, m: Member) -> bool:
-        return self.vector is not None and bool(self.bodies[m].free >> self.vector & 1)
+        if self.vector is None:
+            return False
+        counts = m.stage.monoid == "sum"  # each of four elements, equal or not
+        return counts or bool(self.bodies[m].free >> self.vector & 1)
 
     def _grow(self, m: Member, values: Sequence[str]) -> str:
         """Raise the maximum, shrink its sums; gives what y is lowered by."""
