@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import multiprocessing
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -365,27 +367,47 @@ def report(program: Program, ways: Sequence[str]) -> str:
     return f"{check(small, names)}\n{small!r}\nways: {names}"
 
 
+def run_range(
+    first: int, count: int, ways: str | None, seconds: float | None
+) -> tuple[int, int, int, int]:
+    """Check a range of seeds: programs, those in all ways, runs, wrong ones."""
+    wrong = done = runs = full = 0
+    start = time.perf_counter()
+    for seed in range(first, first + count):
+        if seconds and time.perf_counter() - start > seconds:
+            break
+        names = ways.split(",") if ways else ways_of(seed)
+        program = draw(seed)
+        if check(program, names) is not None:
+            wrong += 1
+            print(f"seed {seed}: {report(program, names)}", flush=True)
+        done, runs, full = done + 1, runs + len(names), full + (names == list(WAYS))
+    return done, full, runs, wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=500, help="how many programs")
     parser.add_argument("--ways", help="comma-separated, for every program")
     parser.add_argument("--seconds", type=float, help="stop after so long")
+    parser.add_argument("--jobs", type=int, default=1, help="how many processes")
     args = parser.parse_args()
-    wrong = done = runs = full = 0
     start = time.perf_counter()
-    for seed in range(args.first, args.first + args.count):
-        if args.seconds and time.perf_counter() - start > args.seconds:
-            break
-        ways = args.ways.split(",") if args.ways else ways_of(seed)
-        program = draw(seed)
-        if check(program, ways) is not None:
-            wrong += 1
-            print(f"seed {seed}: {report(program, ways)}", flush=True)
-        done, runs, full = done + 1, runs + len(ways), full + (len(ways) == len(WAYS))
-        if done % 100 == 0:
+    step = 50 if args.seconds is None else args.count // args.jobs + 1
+    ranges = [
+        (k, min(step, args.first + args.count - k), args.ways, args.seconds)
+        for k in range(args.first, args.first + args.count, step)
+    ]
+    total = [0, 0, 0, 0]
+    # Processes begin anew: a driver does not survive a fork.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, mp_context=spawn) as pool:
+        for found in pool.map(run_range, *zip(*ranges, strict=True)):
+            total = [x + y for x, y in zip(total, found, strict=True)]
             spent = time.perf_counter() - start
-            print(f"{done} programs, {wrong} wrong, {spent:.0f} s", file=sys.stderr)
+            print(f"{total[0]}: {total[3]} wrong, {spent:.0f} s", file=sys.stderr)
+    done, full, runs, wrong = total
     print(
         f"{done} programs ({full} of them in all {len(WAYS)} ways), {runs} runs, "
         f"{wrong} wrong, {time.perf_counter() - start:.0f} s"
