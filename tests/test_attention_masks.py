@@ -102,3 +102,29 @@ def test_values_where_tiles_are_of_all_kinds(schedule):
     """Empty, cut through on either side, whole, and beyond the end."""
     d = 4 if schedule == "tiles" else 8
     check(function("window"), *heads(2, 1, 57, 70, d))
+
+
+@sd.op("h t d, h s d, h s c -> h t c")
+def own(q, k, v):
+    x = sd.sum(q * k, over="d")
+    x = sd.where(sd.index("s") + 3 <= sd.index("t"), x, -np.inf)
+    e = sd.exp(x - sd.max(x, over="s"))
+    return sd.sum(e * v, over="s") / sd.sum(e, over="s")
+
+
+def test_a_mask_within_the_scores(schedule):
+    """-∞ where a key is hidden bounds the lines, too; rows without a key stay NaN."""
+    d = 4 if schedule == "tiles" else 8
+    args = [x[0] for x in heads(2, 2, 57, 57, d)]
+    (kernel,) = sd.lower(own, *[sd.spec("f32", 2, 64, d)] * 3).kernels
+    (stop,) = re.findall(r"for \(var l = .*; l < (.*?);", kernel.wgsl)
+    assert "." not in stop
+    assert not asked(sides(loop_over_tiles(kernel.wgsl))[0])
+    q, k, v = (x.astype(np.float64) for x in args)
+    x = q @ k.swapaxes(1, 2)
+    x[:, np.arange(57)[None] + 3 > np.arange(57)[:, None]] = -np.inf
+    with np.errstate(invalid="ignore"):
+        e = np.exp(x - x.max(-1, keepdims=True))
+        want = e @ v / e.sum(-1, keepdims=True)
+    assert np.isnan(want[:, :3]).all()
+    np.testing.assert_allclose(own(*args).numpy(), want, 1e-4, 2e-5)

@@ -196,7 +196,8 @@ def _sum(g: Group, m: Member, products: set[Stage], maximum: Member | None) -> S
     value = product(terms.values) if terms.values else E.const(1.0)
     guards = [*terms.guards]
     for f in terms.values:
-        guards += [c for c in zero_guards(f) if c not in guards]
+        found = [*zero_guards(f), *_faded(f, maximum)]
+        guards += [c for c in found if c not in guards]
     outer = product(terms.outer) if terms.outer else E.const(1.0)
     if terms.number != 1.0:
         outer = outer * E.const(terms.number)
@@ -217,6 +218,21 @@ def _sum(g: Group, m: Member, products: set[Stage], maximum: Member | None) -> S
 
 
 # ------------------------------------------------------------------ what may be skipped
+
+
+def _faded(f: Expr, maximum: Member | None) -> list[Expr]:
+    """Conditions of which each one's failure makes exp(y - m) 0: y is -∞ then, and m
+    is not: the running maximum, or one that is replaced where it is infinite.
+    """
+    if not (f.kind == "apply" and f.data == "exp" and f.args[0].kind == "apply"):
+        return []
+    if f.args[0].data != "sub":
+        return []
+    y, m = f.args[0].args
+    load = maximum_of(m)
+    own = load is not None and maximum is not None and load.data is maximum.stage
+    replaced = load is not None and any(n.data == "where" for n in E.values(m))
+    return _identity_guards(y) if own or replaced else []
 
 
 def _identity_guards(e: Expr) -> list[Expr]:
