@@ -110,6 +110,8 @@ class Bench:
         record.seconds = self._time(device, work.run, work.seconds)
         record.value = row.value(record.seconds, work)
         record.more = work.more()
+        # Where a unit of work is no call.
+        record.kernels = record.more.get("dispatches", record.kernels)
 
     def _time(
         self,

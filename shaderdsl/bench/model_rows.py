@@ -177,6 +177,15 @@ def decoding(quick: bool) -> Work:
         rounds = [wall(count + 1) - wall(1) for _ in range(3)]
         return statistics.median(rounds) / count
 
+    def more() -> dict[str, Any]:
+        """Dispatches of a token."""
+        counts = []
+        for n in (2, 3):
+            with sd.profile() as p:
+                generate(n)
+            counts.append(p.dispatches)
+        return {"dispatches": counts[1] - counts[0]}
+
     def call(t: Any, compiled: bool) -> Callable[[], Any]:
         return torch_model.decoding(t, shape, compiled, len(prompt) + count)
 
@@ -187,6 +196,7 @@ def decoding(quick: bool) -> Work:
         torch=call,
         compiles=False,
         seconds=seconds,
+        more=more,
     )
 
 
