@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..ir import expr as E
-from ..ir.stage import Stage
+from ..ir.expr import Expr
+from ..ir.stage import Stage, factors
 from .member import Member
 from .online_readers import CROWDED
-from .online_runs import Run, parts_of, split_run
+from .online_runs import Run, conjuncts, parts_of, split_run
 from .target import Target
 
 #: So few rows against lines of at least so many positions, and twice as many as rows,
@@ -53,6 +54,37 @@ class Chain:
                     if out.setdefault(reader, symbol) != symbol:
                         return None
         return out if len(set(out.values())) == len(out) else None
+
+    def bounds(self, run: Run) -> bool:
+        """Whether no exponential that a run adds is above 1: its y is that of the
+        chain's maximum, or less of it.
+
+        What only the sum sees may lie far above the running maximum.
+        """
+        (most,) = (r for r in self.runs if r.stage is self.maximum)
+        ours, theirs = self.symbols(most), self.symbols(run)
+        assert run.shift is not None and ours is not None and theirs is not None
+        y = _named(run.shift[0].args[0].args[0], theirs)
+        seen, score = _masked(_named(most.member.body, ours))
+        asked, own = _masked(y)
+        asked |= {_named(g, theirs) for g in factors(run.member.body)[2]}
+        return own is score and seen <= asked
+
+
+def _named(e: Expr, symbols: dict[int, int]) -> Expr:
+    return E.substitute(e, {a: E.index(s) for a, s in symbols.items()})
+
+
+def _masked(e: Expr) -> tuple[set[Expr], Expr]:
+    """Conditions outside of which a value is -∞, and the value."""
+    conditions: set[Expr] = set()
+    while e.kind == "apply" and e.data == "where":
+        c, inner, nothing = e.args
+        if not (nothing.kind == "const" and nothing.data == -math.inf):
+            break
+        conditions |= set(conjuncts(c))
+        e = inner
+    return conditions, e
 
 
 def bindings(runs: Sequence[Run], products: dict[Stage, Member], stored: Stored) -> int:

@@ -360,6 +360,8 @@ def _join(
         # Only what can be rescaled goes along with a running maximum.
         if run.shift is None or run.shift[1] is not c.maximum:
             return False
+        if not c.bounds(run):
+            return False
     elif run.stage.monoid == "max":
         return False
     trial = [*c.runs, run]

@@ -261,6 +261,13 @@ def maximum_of(e: Expr) -> Expr | None:
     return e if e.kind == "load" and e.data.kind == "reduce" else None
 
 
+def unwrapped(e: Expr) -> Expr:
+    """The same value without what only its derivative sees."""
+    while e.kind == "apply" and e.data == "stop_gradient":
+        e = e.args[0]
+    return e
+
+
 # ------------------------------------------------------------------ conditions
 
 

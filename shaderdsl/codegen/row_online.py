@@ -13,7 +13,7 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.stage import factors
 from .member import Member
-from .online_runs import maximum_of
+from .online_runs import conjuncts, maximum_of, unwrapped
 from .reduction import Tree, combine, horizontal, identity
 from .row_walk import Walks
 from .writer import Writer, spell, wgsl_type
@@ -41,11 +41,7 @@ def find_pairs(
             continue
         f, n = term
         m = by_stage.get(n.data)
-        if (
-            m is None
-            or m.stage.monoid != "max"
-            or f.args[0].args[0] is not _y(m, bodies)
-        ):
+        if m is None or m.stage.monoid != "max" or not _alike(bodies[m], bodies[s], f):
             continue
         f_only = [x for x in E.loads(bodies[s]) if x.data is m.stage]
         others = [x for x in factors(bodies[s])[1] if x is not f]
@@ -65,7 +61,7 @@ def told_by_sum(
     for s in sums:
         term = _term(bodies[s])
         if term is not None and bodies[s] is term[0]:
-            return s if bodies[m] is _y(m, bodies) else None
+            return s if bodies[m] is term[0].args[0].args[0] else None
     return None
 
 
@@ -99,14 +95,23 @@ def _term(body: Expr) -> tuple[Expr, Expr] | None:
     return None if n is None else (fs[0], n)
 
 
-def _y(m: Member, bodies: Mapping[Member, Expr]) -> Expr:
-    """What a maximum is of, where it is not masked."""
-    y = bodies[m]
-    if y.kind == "apply" and y.data == "where":
-        nothing = y.args[2]
-        if nothing.kind == "const" and nothing.data == float("-inf"):
-            return y.args[1]
-    return y
+def _alike(most: Expr, body: Expr, f: Expr) -> bool:
+    """Whether a maximum and a sum are of the same elements.
+
+    What only the sum sees may lie far above the running maximum that it is lowered by;
+    what only the maximum sees may be infinite.
+    """
+    y, shift = f.args[0].args
+    guards = set(factors(body)[2])
+    if most is y:
+        return not guards
+    if not (most.kind == "apply" and most.data == "where" and most.args[1] is y):
+        return False
+    nothing = most.args[2]
+    lowest = nothing.kind == "const" and nothing.data == float("-inf")
+    # Below a plain maximum a row without elements is NaN, where its sum is 0.
+    plain = unwrapped(shift).kind == "load"
+    return lowest and not plain and set(conjuncts(most.args[0])) == guards
 
 
 class Online:
@@ -254,7 +259,7 @@ class Online:
             for s, r in zip(sums, tree.reduce(values, 1), strict=True):
                 term = _term(self.bodies[s])
                 assert term is not None
-                if term[0].args[0].args[1].kind == "load":
+                if unwrapped(term[0].args[0].args[1]).kind == "load":
                     # A plain y - m is NaN below an infinite maximum.
                     r = f"select({r}, sd_nan(), sd_isinf({whole}))"
                 found.append((s, w.let(r, 1, "r")))

@@ -15,7 +15,7 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.stage import Stage, factors, reduce_stage
 from .member import Inliner, contract_parts
-from .online_runs import conjuncts, maximum_of
+from .online_runs import conjuncts, maximum_of, unwrapped
 from .shares import Shares, own_axes
 from .target import Target
 from .writer import WIDTH
@@ -107,7 +107,7 @@ def rescaled(s: Stage, shares: Shares, m: Stage) -> Stage:
     own = own_axes(shares.first.ext)
     plain = maximum_of(f.args[0].args[1])
     # The sum's own way with a maximum that is not finite: where(isinf(m), 0, m) or m.
-    guarded = _unwrapped(f.args[0].args[1]) is not plain
+    guarded = unwrapped(f.args[0].args[1]) is not plain
     share, row = E.load(shares.first, own), E.load(m, own[:-1])
     largest = _finite(share) if guarded else share
     exponential = E.apply("exp", f.args[0].args[0] - largest)
@@ -133,12 +133,6 @@ def _term_of(s: Stage, m: Stage) -> tuple[Expr, Expr]:
             if n is not None and n.data is m:
                 return body, f
     raise AssertionError(f"{s.name} does not subtract {m.name}")
-
-
-def _unwrapped(shift: Expr) -> Expr:
-    while shift.kind == "apply" and shift.data == "stop_gradient":
-        shift = shift.args[0]
-    return shift
 
 
 def _finite(m: Expr) -> Expr:
