@@ -180,6 +180,55 @@ MUTATIONS = (
         "SOFTWARE_LOOP_BUDGET = 1 << 30",
         ("tests/test_loop_budget.py", "-k", "long_loops"),
     ),
+    Mutation(
+        "loops over blocks make products again that are compared with their maximum",
+        "codegen/blocks_find.py",
+        "        exact = compared(order, outs, large)\n",
+        "        exact = set()\n",
+        ("tests/test_breakers.py", "-k", "whoever"),
+    ),
+    Mutation(
+        "one pass makes products again that are compared with their maximum",
+        "codegen/online_find.py",
+        "    exact = compared(order, outs, products)\n",
+        "    exact = set()\n",
+        ("tests/test_breakers.py", "-k", "whoever"),
+    ),
+    Mutation(
+        "backward makes products again that are compared with their maximum",
+        "function.py",
+        "    again -= compared(topo_stages([*outs, *real]), outs, again)\n",
+        "",
+        ("tests/test_breakers.py", "-k", "whoever"),
+    ),
+    Mutation(
+        "a sum goes along with the running maximum of other elements of its row",
+        "codegen/row_online.py",
+        "set(conjuncts(most.args[0])) == guards",
+        "True",
+        ("tests/test_masked_maxima.py", "-k", "rows"),
+    ),
+    Mutation(
+        "a sum goes along with the running maximum of other products",
+        "codegen/online_chain.py",
+        "return own is score and seen <= asked",
+        "return True",
+        ("tests/test_masked_maxima.py", "-k", "products"),
+    ),
+    Mutation(
+        "what is to be stored is not stored where kernels are joined",
+        "codegen/joint.py",
+        '            or m.stage.keep == "store"\n',
+        "",
+        ("tests/test_joint.py", "-k", "stored"),
+    ),
+    Mutation(
+        "a sum over blocks is looked for under its first name",
+        "codegen/blocks.py",
+        "program.places.get(made[block.body.stages[s]])",
+        "program.places.get(block.body.stages[s])",
+        ("tests/test_blocks.py", "-k", "cut_as_well"),
+    ),
 )  # fmt: skip
 
 

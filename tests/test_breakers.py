@@ -665,3 +665,49 @@ def test_what_does_not_depend_on_the_summed_axis_counts_each_time(device, n):
         close(got, want, rtol=1e-5)
     _, pullback = sd.vjp(lambda x: f(x)[2] + f(x)[0], x)
     close(pullback(np.float32(1))[0], [1.0 + n], rtol=1e-5)
+
+
+def test_whoever_makes_products_again_asks_whether_they_are_compared(device):
+    """Loops over blocks, one pass over lines, and what forward keeps for backward."""
+
+    def f(h, w):
+        x = sd.tanh(h @ w)
+        return sd.logsumexp(x, axis=-1), sd.max(x, axis=-1)
+
+    def alone(h, w):
+        return f(h, w)[0]
+
+    def all_of(g):
+        def both(h, w):
+            y, pullback = sd.vjp(g, h, w)
+            dy = tuple(sd.ones_like(v) for v in y) if isinstance(y, tuple) else y
+            return y, pullback(dy)
+
+        return both
+
+    def product(low):
+        (x,) = {s for s in topo_stages(low.program.outputs) if s.shape == (100, 33)
+                and s.kind == "reduce"}  # fmt: skip
+        return x
+
+    args = sd.spec("f32", 100, 20), sd.spec("f32", 20, 33)
+    before = device.target
+    device.target = dataclasses.replace(before, block_from=400, online=False)
+    try:
+        for g, cut in ((alone, True), (f, False)):
+            low = sd.lower(all_of(g), *args)
+            assert any("never exists whole" in x for x in low.program.log) is cut
+            assert ("compared with its own maximum" in low.explain()) is not cut
+        device.target = dataclasses.replace(before, block_from=0, online=True)
+        for g, virtual in ((alone, True), (f, False)):
+            low = sd.lower(all_of(g), *args)
+            assert (product(low) in low.program.inside) is virtual
+        # Forward alone never stores it; what backward needs it must be given.
+        device.target = dataclasses.replace(before, block_from=400, online=False)
+        for g, again in ((alone, True), (f, False)):
+            low = sd.lower(g, *args)
+            assert any(s.shape == (100, 33) for s in low.program.inside)
+            kept = sd.lower(g, *args, backward=True).residuals
+            assert all(s.shape != (100, 33) for s in kept) is again
+    finally:
+        device.target = before

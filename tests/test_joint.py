@@ -219,3 +219,27 @@ def test_gradients(kind, random):
     np.testing.assert_allclose(np.asarray(y), gate * s * up, rtol=1e-4, atol=1e-5)
     for one, other in zip(found, want, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
+
+
+@sd.op("t d, f d, f d -> t f")
+def gate_up_with_a_stored_gate(x, g, u):
+    gate = sd.sum(x * g, over="d").store()
+    return sd.silu(gate) * sd.sum(x * u, over="d")
+
+
+@sd.op("t d, f d, f d -> t f, t f")
+def a_stored_map_of_two_sums(x, g, u):
+    gate, up = sd.sum(x * g, over="d"), sd.sum(x * u, over="d")
+    both = (sd.silu(gate) * up).store()
+    return sd.exp(-both * both), gate
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_to_be_stored_is_stored(kind):
+    """By the kernel that computes it and all that reads it, too."""
+    for op, results in (
+        (gate_up_with_a_stored_gate, 1),
+        (a_stored_map_of_two_sums, 2),
+    ):
+        (kernel,) = run(op, arrays((65, 40), (36, 40), (36, 40)), targets()[kind])
+        assert len(kernel.writes) == results + 1

@@ -119,6 +119,7 @@ def _joined(h: Group, g: Group, a: Arrangement) -> Group | None:
         if m in {*h.stored, *g.stored}
         and (
             m.stage in partition.outs
+            or m.stage.keep == "store"
             or any(r not in inside for r in partition.readers.get(m.stage, ()))
         )
     ]
