@@ -172,7 +172,8 @@ class Compiled:
         if known is not None and known.fits(leaves, structure, device):
             given: list[Array] = leaves
         else:
-            arrays = [as_leaf(x) for x in leaves]
+            made = g.made if g is not None else {}
+            arrays = [made[id(x)] if id(x) in made else as_leaf(x) for x in leaves]
             if any(a is not None and a.symbolic for a in arrays):
                 return self._call(arguments)
             key = (

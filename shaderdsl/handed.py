@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import tree
-from .array import Array
+from .array import Array, is_number
 from .dtypes import DType
 from .runtime.buffers import Allocation, Buffer, changes, handed_out
 from .runtime.replay import Outcome, Replay
+from .tracing import as_leaf
 
 #: Calls that a function remembers.
 KEEP = 16
@@ -124,6 +125,7 @@ class Given:
         items: for each argument a `Handed`, the list of leaves of a module that never
             changes, or the number of its leaves among the others.
         others, buffers, memory: leaves of all other arguments.
+        made: arrays that were made of leaves that were none, by the leaf's id.
     """
 
     key: Any
@@ -131,6 +133,7 @@ class Given:
     others: list[Array]
     buffers: list[Buffer]
     memory: list[Allocation]
+    made: dict[int, Array]
 
 
 def given(args: Sequence[Any], device: Any) -> Given | None:
@@ -159,8 +162,16 @@ def given(args: Sequence[Any], device: Any) -> Given | None:
         else:
             parts.append(serial)
         items.append(leaves)
+    numbers: tuple[int, ...] = ()
+    made: dict[int, Array] = {}
     if others and set(map(type, others)) != _ARRAYS:
-        return None
+        numbers = tuple([k for k, x in enumerate(others) if is_number(x)])
+        for k, x in enumerate(others):
+            if type(x) is not Array:
+                a = as_leaf(x)
+                if a is None:  # known while tracing, and not looked at here
+                    return None
+                others[k] = made[id(x)] = a
     buffers = []
     for a in others:
         b = a._buffer
@@ -176,11 +187,12 @@ def given(args: Sequence[Any], device: Any) -> Given | None:
     key = (
         id(device),
         tuple(parts),
+        numbers,
         tuple([(a.shape, a.dtype) for a in others]),
         tuple([b.key for b in buffers]),
         tuple([(m.shared, m.parts) for m in memory]),
     )
-    return Given(key, items, others, buffers, memory)
+    return Given(key, items, others, buffers, memory, made)
 
 
 class Links:

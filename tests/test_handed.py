@@ -202,6 +202,38 @@ def test_a_failed_call_takes_nothing(repeats, monkeypatch):
     assert losses[0] == losses[1]
 
 
+def test_batches_and_numbers_of_the_host(repeats, monkeypatch):
+    """What is new at each step comes from the host as it is."""
+
+    def descend(net, x, rate, flag=True):
+        value, grads = sd.value_and_grad(lambda n: sd.mean(n(x) ** 2))(net)
+        return tree.map(lambda w, g: w - rate * g, net, grads), value
+
+    batches = np.random.default_rng(3).standard_normal((14, 4, 6)).astype(np.float32)
+
+    def run():
+        step = sd.compile(descend, donate="net")
+        model, losses = net(), []
+        for k, x in enumerate(batches):
+            model, value = step(model, x, 0.1 / (1 + k), True)
+            losses.append(float(value))
+        return losses, model.first.numpy().tobytes()
+
+    def named():
+        step = sd.compile(lambda net, x, rate: descend(net, x, rate), donate="net")
+        model, losses = net(), []
+        for k, x in enumerate(batches):
+            model, value = step(model, x, 0.1 / (1 + k))
+            losses.append(float(value))
+        return losses, model.first.numpy().tobytes()
+
+    static, found = run(), named()
+    assert any(repeats)
+    with monkeypatch.context() as m:
+        m.setattr(handed, "given", lambda args, device: None)
+        assert static == found == named()
+
+
 def test_memory_goes_back(repeats, device):
     gc.collect()
     before = device.pool.live_bytes
