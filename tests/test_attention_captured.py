@@ -16,6 +16,7 @@ from shaderdsl import ops
 from shaderdsl.codegen import online_shape
 from shaderdsl.codegen.contract_registers import sharing_lanes
 from shaderdsl.codegen.target import Features
+from shaderdsl.ir.stage import Stage
 from shaderdsl.runtime import current
 
 T, S = 37, 40
@@ -164,6 +165,34 @@ def test_eight_arrays_suffice(name, limits):
     for k in low.kernels:
         assert all(b.tensor.size < 4 * T * S for b in k.bindings), k.name
         assert len(k.bindings) <= 8
+
+
+def test_eight_arrays_suffice_for_a_bias_and_documents(wgpu):
+    """Maximum and delta of each row lie side by side; values follow float64."""
+    device = current()
+    before = device.target
+    limits = dataclasses.replace(before.limits, max_storage_buffers=8)
+    documents = {"documents": DOCUMENTS}
+
+    def f(q, k, v, bias):
+        mask = lambda b, h, i, j, documents: documents[b, i] == documents[b, j]  # noqa: E731
+        score = HOOKS["relative"][0]
+        captured = {"bias": bias, **documents}
+        return ops.attention(
+            q, k, v, score=score, mask=mask, captured=captured, window=16
+        )
+
+    args = (*heads(4, 2, T, S, 16, b=2), make(4, 33, seed=3))
+    try:
+        device.target = dataclasses.replace(before, limits=limits)
+        low = sd.lower(f, *args, backward=True)
+        for k in low.kernels:
+            arrays = [b.tensor for b in k.bindings if isinstance(b.tensor, Stage)]
+            assert all(x.size < 4 * T * S for x in arrays), k.name
+            assert len(k.bindings) <= 8
+        check(f, *args)
+    finally:
+        device.target = before
 
 
 def test_a_gradient_of_every_pair(wgpu):

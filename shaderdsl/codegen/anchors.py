@@ -65,7 +65,9 @@ class Anchored:
         anchors = self.outs | {s for s in order if s.kind in ("reduce", "given")}
         for s in order:
             if s.keep == "store" and s not in anchors:
-                self._store(anchors, s, "asked for by store()")
+                # What has no line of the user's is the compiler's own.
+                why = "asked for by store()" if s.loc else "to be bound as one array"
+                self._store(anchors, s, why)
             elif s.keep == "inline" and s in self.outs:
                 self.log.append(f"{s.name} {list(s.shape)} is stored: it is a result")
         users: dict[Stage, set[Stage]] = {}

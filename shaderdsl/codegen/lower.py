@@ -22,6 +22,7 @@ from .map import map_kernels, map_sibling_kernels
 from .one_row import norm_again
 from .online import online_kernels
 from .online_groups import sums_by_group
+from .online_packed import numbers_of_rows
 from .online_points import points_kernels
 from .online_steps import sums_in_steps
 from .partition import Group, Partition
@@ -53,6 +54,7 @@ SCHEDULES: dict[str, Callable[[Group, Target], list[Kernel]]] = {
 def in_stages(outs: Sequence[Stage], target: Target) -> list[Stage]:
     """The same outputs, with what one kernel could not do well in several stages."""
     outs = sums_by_group(sums_in_steps(outs, target), target)
+    outs = numbers_of_rows(outs, target)
     return norm_again(split_long(outs, target), target)
 
 
