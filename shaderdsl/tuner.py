@@ -32,6 +32,10 @@ __all__ = ["Result", "Search", "default_search", "describe", "searching"]
 
 #: A candidate replaces the default if it is faster by this.
 MARGIN = 0.03
+#: Seconds of work before each candidate is timed.
+_WARM = 0.04
+#: Choices that are compiled side by side before they are tried one by one.
+_TOGETHER = 24
 #: Positions of one stage beyond which the plain expression would take too long.
 LARGEST = 1 << 38
 #: Elements of one result beyond which the plain expression would not fit in memory.
@@ -117,7 +121,8 @@ def default_search() -> Search:
 def keep(key: str, result: Result) -> None:
     """Use a result from now on, in this process and in later ones."""
     device: Any = current()
-    choices = Tuned({**device.target.tuned, key: result.best})
+    best = replace(result.best, over=result.default.values)
+    choices = Tuned({**device.target.tuned, key: best})
     device.target = replace(device.target, tuned=choices)
     measured = {
         "kernel": result.name,
@@ -126,7 +131,7 @@ def keep(key: str, result: Result) -> None:
         "default_microseconds": round(result.default_seconds * 1e6, 1),
     }
     try:
-        files.save(device.name, device.driver, {key: result.best}, {key: measured})
+        files.save(device.name, device.driver, {key: best}, {key: measured})
     except OSError as error:
         say_once(f"shaderdsl: tuned schedules are not kept on disk: {error}")
 
@@ -152,6 +157,7 @@ def find_best(trial: Trial, seconds: float) -> Result:
         return result
     times: dict[Choice, float] = {}
     runs: dict[Choice, Callable[[], Any]] = {}
+    _expect(trial)
     end = time.perf_counter() + seconds
     buffers = data.upload(current())
     for choice in trial.choices:
@@ -159,8 +165,8 @@ def find_best(trial: Trial, seconds: float) -> Result:
             break
         try:
             run = _prepare(trial, choice, buffers, data)
-            if not times:
-                warm(current(), run, 0.2)
+            # Clocks fall while the host prints the next candidate.
+            warm(current(), run, _WARM if times else 0.3)
             first = time_once(current(), run)
             if times and first > 2 * min(times.values()):
                 times[choice] = first
@@ -179,6 +185,13 @@ def find_best(trial: Trial, seconds: float) -> Result:
     result.tried = len(times)
     _decide(result, times, runs)
     return result
+
+
+def _expect(trial: Trial) -> None:
+    """Begin to compile the most promising choices side by side."""
+    for choice in trial.choices[:_TOGETHER]:
+        with contextlib.suppress(Exception):  # Its reason comes when it is its turn.
+            current().expect(trial.program(choice).kernels)
 
 
 def _decide(

@@ -129,7 +129,10 @@ def _list(device: Any) -> int:
         print(f"{device.name} has nothing to tune")
         return 0
     known = device.target.tuned
-    print(known.note or f"{len(known)} kernel(s) in {tuned.path_of(device.name)}")
+    shipped = tuned.load_shipped(device.name, device.driver)
+    own = len(tuned.load_own(device.name, device.driver))
+    print(known.note or f"{own} kernel(s) in {tuned.path_of(device.name)}")
+    print(shipped.note or f"{len(shipped)} kernel(s) came with shaderdsl")
     for entry in tuned.entries(device.name, device.driver):
         print(
             f"  {entry['kernel']}: {entry['choice']}, {entry['microseconds']:,} µs "

@@ -29,10 +29,13 @@ class Choice:
     Args:
         schedule: its name, as it is given to `pick`.
         values: ``(field, number)`` of its configuration, nested ones with dots.
+        over: the values of the default that it was measured against, if it was; another
+            default may well be faster than both.
     """
 
     schedule: str
     values: tuple[tuple[str, int], ...]
+    over: tuple[tuple[str, int], ...] | None = None
 
     @classmethod
     def of(cls, schedule: str, config: Any) -> Choice:
@@ -85,6 +88,8 @@ class Fixed:
     ) -> T:
         """See `Decider`."""
         if self.choice.schedule != schedule:
+            return default
+        if self.choice.over not in (None, tuple(_flat(default))):
             return default
         try:
             config = self.choice.applied(default)

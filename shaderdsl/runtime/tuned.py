@@ -3,6 +3,11 @@
 A choice only says how a kernel runs, and every schedule checks that one fits before it
 is used, so a file cannot make results wrong. One that was measured on something else,
 or that somebody changed, is not used all the same, and says why.
+
+Some files come with the package (`shaderdsl/tuned`). They were made by another version
+of the code, so that each choice is used only as long as the default is what it was
+measured against, and they are good for all drivers of a family. A user's own file goes
+before them.
 """
 
 from __future__ import annotations
@@ -21,7 +26,10 @@ from ..codegen.choice import Choice, Tuned
 from .diskcache import cache_folder
 
 #: Changes when files are laid out differently.
-FORMAT = 1
+FORMAT = 2
+
+#: Files that come with the package, named like a user's own.
+SHIPPED = Path(__file__).parent.parent / "tuned"
 
 #: What a stamp consists of, with the words for people.
 _STAMPS = {
@@ -44,16 +52,44 @@ def make_stamp(adapter: str, driver: str) -> dict[str, Any]:
     }
 
 
-def path_of(adapter: str) -> Path:
-    """The file of an adapter."""
+def family(driver: str) -> str:
+    """What drivers of one kind have in common: ``Vulkan 580`` of ``Vulkan 580.159``."""
+    backend, _, version = driver.partition(" ")
+    return f"{backend} {re.split(r'[^A-Za-z0-9]', version)[0]}"
+
+
+def file_name(adapter: str) -> str:
+    """The name of an adapter's file."""
     slug = re.sub(r"[^A-Za-z0-9]+", "-", adapter).strip("-")[:40]
     digest = hashlib.sha256(adapter.encode()).hexdigest()[:8]
-    return cache_folder() / "tuned" / f"{slug}-{digest}.json"
+    return f"{slug}-{digest}.json"
+
+
+def path_of(adapter: str) -> Path:
+    """A user's file of an adapter."""
+    return cache_folder() / "tuned" / file_name(adapter)
 
 
 def load(adapter: str, driver: str) -> Tuned:
-    """The choices of an adapter; ``note`` says why a file was not used."""
-    path = path_of(adapter)
+    """The choices for an adapter, those of the package included; ``note`` says why a
+    user's file was not used.
+    """
+    own = load_own(adapter, driver)
+    return Tuned({**load_shipped(adapter, driver), **own}, own.note)
+
+
+def load_own(adapter: str, driver: str) -> Tuned:
+    """The choices that were measured here."""
+    return _load(path_of(adapter), make_stamp(adapter, driver))
+
+
+def load_shipped(adapter: str, driver: str) -> Tuned:
+    """The choices that come with the package."""
+    stamp = {"format": FORMAT, "adapter": adapter, "driver": family(driver)}
+    return _load(SHIPPED / file_name(adapter), stamp)
+
+
+def _load(path: Path, ours: Mapping[str, Any]) -> Tuned:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -66,22 +102,27 @@ def load(adapter: str, driver: str) -> Tuned:
         choices = {
             str(key): Choice(
                 str(entry["schedule"]),
-                tuple((str(k), int(v)) for k, v in entry["values"].items()),
+                _numbers(entry["values"]),
+                _numbers(entry["over"]) if entry.get("over") else None,
             )
             for key, entry in content["kernels"].items()
         }
         whole = check == _check(stamp, content["kernels"])
     except (ValueError, KeyError, TypeError, AttributeError):
         return _ignored(path, "it is damaged")
-    ours = make_stamp(adapter, driver)
-    for name, words in _STAMPS.items():
-        if stamp.get(name) != ours[name]:
+    for name, value in ours.items():
+        if stamp.get(name) != value:
             return _ignored(
-                path, f"the {words} was {stamp.get(name)!r}, here it is {ours[name]!r}"
+                path,
+                f"the {_STAMPS[name]} was {stamp.get(name)!r}, here it is {value!r}",
             )
     if not whole:
         return _ignored(path, "it was changed after it was measured")
     return Tuned(choices)
+
+
+def _numbers(values: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+    return tuple((str(name), int(n)) for name, n in values.items())
 
 
 def save(
@@ -99,12 +140,13 @@ def save(
     """
     path = path_of(adapter)
     kernels: dict[str, Any] = {}
-    if load(adapter, driver):
+    if load_own(adapter, driver):
         kernels = json.loads(path.read_text(encoding="utf-8"))["kernels"]
     for key, choice in choices.items():
         kernels[key] = {
             "schedule": choice.schedule,
             "values": dict(choice.values),
+            **({"over": dict(choice.over)} if choice.over else {}),
             **measured.get(key, {}),
         }
     stamp = make_stamp(adapter, driver)
@@ -123,12 +165,17 @@ def save(
 
 
 def entries(adapter: str, driver: str) -> list[dict[str, Any]]:
-    """What `save` wrote about each kernel, with the choice as text; for people."""
-    found = load(adapter, driver)
-    if not found:
-        return []
-    kernels = json.loads(path_of(adapter).read_text(encoding="utf-8"))["kernels"]
-    return [{**kernels[key], "choice": str(choice)} for key, choice in found.items()]
+    """What was measured of each kernel, with the choice as text; for people."""
+    found: dict[str, dict[str, Any]] = {}
+    for choices, path in (
+        (load_shipped(adapter, driver), SHIPPED / file_name(adapter)),
+        (load_own(adapter, driver), path_of(adapter)),
+    ):
+        if choices:
+            kernels = json.loads(path.read_text(encoding="utf-8"))["kernels"]
+            for key, choice in choices.items():
+                found[key] = {**kernels[key], "choice": str(choice)}
+    return list(found.values())
 
 
 def _check(stamp: Any, kernels: Any) -> str:
