@@ -229,6 +229,96 @@ def test_a_foreign_file_is_not_used_and_says_why(change, reason, gpu):
     assert reason in sd.lower(gated, sd.spec("f32", 64), sd.spec("f32", 64)).explain()
 
 
+@pytest.fixture
+def shipped(gpu, tmp_path, monkeypatch):
+    """A shipped file of two kernels, of which one was no faster than its default; how
+    the device plans a norm of columns with what is loaded; the winner.
+    """
+    monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
+    (trial, *_) = trials_of(column_sum, [(300, 64), (64,)])
+    default, other = trial.choices[0], Choice.of("column", ColumnSchedule(3, 32))
+    assert other.values != default.values
+    best = dataclasses.replace(other, over=default.values)
+    stays = dataclasses.replace(default, over=default.values)
+    tuned.save(gpu.name, gpu.driver, {trial.key: best, "no faster": stays}, {})
+    path = tuned.ship(gpu.name, gpu.driver, tuned.SHIPPED, "by a test")
+    tuned.path_of(gpu.name).unlink()
+
+    def explained():
+        found = tuned.load(gpu.name, gpu.driver)
+        gpu.target = dataclasses.replace(gpu.target, tuned=found)
+        return sd.lower(
+            column_sum, sd.spec("f32", 296, 64), sd.spec("f32", 64)
+        ).explain()
+
+    return path, explained, trial.key, other
+
+
+def test_shipped_choices_are_used_by_drivers_of_a_family(gpu, shipped):
+    path, explained, key, other = shipped
+    content = json.loads(path.read_text())
+    assert list(content["kernels"]) == [key] and "by a test" in content["made"]
+    assert f"tuned: {other}" in explained()
+    assert [e["choice"] for e in tuned.entries(gpu.name, gpu.driver)] == [str(other)]
+    backend, version = gpu.driver.split(" ", 1)
+    assert tuned.load(gpu.name, f"{backend} {version}.1, later")
+    for driver in (f"Metal {version}", f"{backend} X{version}"):
+        assert not tuned.load(gpu.name, driver)
+        assert "not used: the driver" in tuned.load_shipped(gpu.name, driver).note
+        # Nobody can mend that: it is no word for each process.
+        assert not tuned.load(gpu.name, driver).note
+    assert not tuned.load("another adapter", gpu.driver)
+
+
+def test_what_was_measured_here_goes_before_what_was_shipped(gpu, shipped):
+    _, explained, key, _ = shipped
+    mine = Choice.of("column", ColumnSchedule(5, 32))
+    tuned.save(gpu.name, gpu.driver, {key: mine}, {})
+    assert f"tuned: {mine}" in explained()
+
+
+@pytest.mark.parametrize(
+    ("change", "used"),
+    [
+        (lambda c, e: None, True),
+        # Another default than it was compared with.
+        (lambda c, e: e["over"].update({next(iter(e["over"])): 77}), False),
+        # Numbers and names that the schedule does not know.
+        (lambda c, e: e["values"].update({next(iter(e["values"])): -1}), False),
+        (lambda c, e: e.update(values={"rows": 1}), False),
+        (lambda c, e: e.update(schedule="other"), False),
+    ],
+)
+def test_a_shipped_choice_that_means_nothing_any_more_is_left_out(
+    gpu, shipped, change, used
+):
+    """The default stands in, whose results are right."""
+    path, explained, key, _ = shipped
+    content = json.loads(path.read_text())
+    change(content, content["kernels"][key])
+    content["check"] = tuned._check(content["stamp"], content["kernels"])
+    path.write_text(json.dumps(content))
+    assert ("tuned: " in explained()) == used
+    x, w = np.random.default_rng(0).standard_normal((2, 296, 64), np.float32)
+    got = column_sum(x, w[0]).numpy()
+    want = np.sum(x.astype(np.float64) ** 2, 0) * w[0]
+    np.testing.assert_allclose(got, want, 1e-5, 1e-4)
+
+
+def test_shipped_files_suit_the_schedules_of_this_version():
+    """Each is whole, and each choice has the fields of its schedule's default."""
+    for path in tuned.SHIPPED.glob("*.json"):
+        content = json.loads(path.read_text())
+        assert content["made"] and path.name == tuned.file_name(
+            content["stamp"]["adapter"]
+        )
+        found = tuned._load(path, content["stamp"])
+        assert found and not found.note
+        for choice in found.values():
+            assert choice.over is not None and choice.values != choice.over
+            assert [n for n, _ in choice.values] == [n for n, _ in choice.over]
+
+
 def test_a_file_that_is_no_text_or_no_json_is_not_used(gpu):
     path = tuned.path_of(gpu.name)
     path.parent.mkdir(parents=True)

@@ -69,12 +69,13 @@ def _llama(t: Any, shape: tuple[int, ...]) -> Any:
             self.n, self.head = t.nn.RMSNorm(d, 1e-6), linear(d, v)
 
         def angles(self, positions: Any) -> tuple[Any, Any]:
-            steps = t.arange(0, c, 2)
+            # Said, because what is compiled does not ask for the default device.
+            steps = t.arange(0, c, 2, device=positions.device)
             a = positions[:, None] * 1e4 ** (-steps / c)
             return t.cat((a.cos(),) * 2, -1), t.cat((a.sin(),) * 2, -1)
 
         def forward(self, ids: Any, labels: Any) -> Any:
-            cos, sin = self.angles(t.arange(ids.shape[0]))
+            cos, sin = self.angles(t.arange(ids.shape[0], device=ids.device))
             x = self.e(ids)
             for block in self.b:
                 x = block(x, cos, sin)

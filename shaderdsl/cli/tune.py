@@ -3,6 +3,7 @@
 shaderdsl tune model.py:rms_norm --sizes t=2048,d=768
 shaderdsl tune matmul swiglu          (rows of `shaderdsl bench`; see bench --rows)
 shaderdsl tune --list
+shaderdsl tune --ship shaderdsl/tuned      (a file that comes with the package)
 
 Each candidate is compared with the plain expression in float64 before it is timed.
 SHADERDSL_TUNE=1 does the same for whatever a program runs.
@@ -11,8 +12,10 @@ SHADERDSL_TUNE=1 does the same for whatever a program runs.
 from __future__ import annotations
 
 import argparse
+import datetime
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..errors import ShaderError
@@ -47,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--again", action="store_true", help="also what was tuned before"
     )
     parser.add_argument(
+        "--ship",
+        metavar="FOLDER",
+        help="write what was faster than the default as a file to be shipped",
+    )
+    parser.add_argument(
         "--list", action="store_true", help="print what was tuned on this device"
     )
 
@@ -61,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     device = current()
     if args.list:
         return _list(device)
+    if args.ship:
+        return _ship(device, args.ship)
     if device.kind != "wgpu":
         print(f"shaderdsl tune: {device.name} has nothing to tune", file=sys.stderr)
         return 1
@@ -120,6 +130,17 @@ def _works(args: argparse.Namespace) -> list[tuple[str, Any]]:
 
 def _unknown(name: str) -> None:
     raise ShaderError(f"no row is called {name!r}", cure="bench --rows lists them")
+
+
+def _ship(device: Any, folder: str) -> int:
+    from ..runtime import tuned
+
+    if device.kind != "wgpu" or not tuned.load_own(device.name, device.driver):
+        print(f"shaderdsl tune: nothing was tuned on {device.name}", file=sys.stderr)
+        return 1
+    made = f"shaderdsl tune, {datetime.date.today()}"
+    print(tuned.ship(device.name, device.driver, Path(folder), made))
+    return 0
 
 
 def _list(device: Any) -> int:

@@ -164,6 +164,35 @@ def save(
     return path
 
 
+def ship(adapter: str, driver: str, folder: Path, made: str) -> Path:
+    """Write what was faster than the default here as a file for the package.
+
+    Args:
+        made: how, for people: the command, the date.
+
+    Raises:
+        OSError: it cannot be read or written.
+    """
+    chosen = load_own(adapter, driver)
+    text = path_of(adapter).read_text(encoding="utf-8")
+    kernels = {
+        key: entry
+        for key, entry in json.loads(text)["kernels"].items()
+        if key in chosen and entry["values"] != entry.get("over")
+    }
+    stamp = {"format": FORMAT, "adapter": adapter, "driver": family(driver)}
+    content = {
+        "made": f"{made}; {adapter}, {driver}",
+        "stamp": stamp,
+        "check": _check(stamp, kernels),
+        "kernels": kernels,
+    }
+    path = folder / file_name(adapter)
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
 def entries(adapter: str, driver: str) -> list[dict[str, Any]]:
     """What was measured of each kernel, with the choice as text; for people."""
     found: dict[str, dict[str, Any]] = {}
