@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .codegen.program import Kernel, Program
@@ -53,6 +53,7 @@ class Lowered:
             f"{len(self.kernels)} kernel(s), {self.bytes:,} bytes, {self.flops:,} FLOPs"
         ]
         seen: set[tuple[str, str]] = set()
+        names = _apart(s for k in self.kernels for s in (*k.members, *k.writes))
         for i, k in enumerate(self.kernels):
             if k.windows and (k.name, k.wgsl) in seen:
                 continue  # the same on another block of rows
@@ -61,10 +62,10 @@ class Lowered:
             size = "×".join(str(n) for n in k.workgroup_size)
             lines.append(f"{i}. {k.name} [{k.archetype}] {groups} workgroups of {size}")
             if k.members:  # a second stage has none of its own; its reason says all
-                lines.append(
-                    f"   computes {', '.join(s.name for s in k.members)}; stores "
-                    f"{', '.join(s.name for s in k.writes)}"
+                made, stored = (
+                    ", ".join(names[s] for s in of) for of in (k.members, k.writes)
                 )
+                lines.append(f"   computes {made}; stores {stored}")
             lines.append(f"   {k.bytes:,} bytes, {k.flops:,} FLOPs")
             if k.reason:
                 lines.append(f"   {k.reason}")
@@ -81,3 +82,15 @@ class Lowered:
 
     def __repr__(self) -> str:
         return self.explain()
+
+
+def _apart(stages: Iterable[Stage]) -> dict[Stage, str]:
+    """Names of stages, with a number where several have the same."""
+    by_name: dict[str, list[Stage]] = {}
+    for s in dict.fromkeys(stages):
+        by_name.setdefault(s.name, []).append(s)
+    return {
+        s: name if len(same) == 1 else f"{name} ({i})"
+        for name, same in by_name.items()
+        for i, s in enumerate(same, 1)
+    }

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -539,3 +540,127 @@ def test_warnings_of_hypothesis_do_not_leak():
 
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.stdout.strip() == "False"
+
+
+def user_line(error):
+    """The user's line that an error names, as text."""
+    file, _, number = (
+        re.search(r"([\w./-]+\.py):(\d+)", str(error)).group(0).rpartition(":")
+    )
+    assert file == __file__
+    return Path(file).read_text("utf-8").splitlines()[int(number) - 1]
+
+
+def test_check_op_raises_what_tracing_raises(cpu):
+    """As it is, at the user's line, before anything is drawn."""
+    from shaderdsl.testing import check_op
+
+    def typo(x):
+        return sd.sum(x, over="m")  # no such axis
+
+    def nothing(x):
+        return x + not_there  # noqa: F821
+
+    shown = []
+    for f, kind, text in (
+        (typo, sd.errors.AxisError, "no such axis"),
+        (nothing, NameError, None),
+    ):
+        with pytest.raises(kind) as found:
+            check_op(sd.op("n -> n")(f), show=shown.append)
+        assert not getattr(found.value, "__notes__", []) and not shown
+        assert found.value.__cause__ is None
+        assert text is None or text in user_line(found.value)
+
+
+def test_values_that_outlive_their_op(cpu):
+    kept = []
+    x = np.ones(3, np.float32)
+
+    @sd.op("n -> n")
+    def keeps(x):
+        kept[:] = x, sd.index("n")
+        return x
+
+    keeps(x)
+    value, position = kept
+    uses = [
+        lambda y: y + value,  # used 0
+        lambda y: y.at(n=position),  # used 1
+        lambda y: sd.sum(value, over="n") + y,  # used 2
+        lambda y: sd.where(y > 0, y, value),  # used 3
+    ]
+    for k, f in enumerate(uses):
+        for size in (3, 5):
+            with pytest.raises(
+                sd.errors.TraceError, match="the op keeps is used in"
+            ) as e:
+                sd.op("n -> n")(f)(np.ones(size, np.float32))
+            assert f"used {k}" in user_line(e.value)
+            assert "operand" in str(e.value)
+    with pytest.raises(sd.errors.TraceError, match="the op keeps is used in"):
+        sd.op("n -> n")(lambda y: value)(x)
+    with pytest.raises(sd.errors.TraceError, match="used outside of it") as e:
+        value * 2  # used late
+    assert "used late" in user_line(e.value)
+    with pytest.raises(sd.errors.TraceError, match="in another call of it"):
+        first = []
+
+        @sd.op("n -> n")
+        def again(x):
+            first.append(x)
+            return x + first[0]
+
+        again(x)
+        again(np.ones(4, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("exp", "use sd.exp"),
+        ("arctan2", "use sd.atan2"),
+        ("fmax", "use sd.maximum"),
+        ("square", r"write x \* x"),
+        ("cbrt", "there is no sd.cbrt"),
+        ("heaviside", "there is no sd.heaviside"),
+        ("deg2rad", "there is no sd.deg2rad"),
+    ],
+)
+def test_advice_on_numpy_names_what_there_is(cpu, name, cure):
+    f = getattr(np, name)
+
+    @sd.op("n -> n")
+    def wrong(x):
+        return f(*[x] * f.nin)  # here
+
+    with pytest.raises(sd.errors.TraceError, match=cure) as e:
+        wrong(np.ones(3, np.float32))
+    assert "here" in user_line(e.value)
+
+
+def test_every_advised_name_is_there():
+    from shaderdsl.ir.trace import _NAMES
+
+    for name, own in _NAMES.items():
+        assert hasattr(np, name)
+        assert not own.isidentifier() or hasattr(sd, own)
+
+
+def test_numpy_that_looks_inside_is_at_the_user_line(cpu):
+    @sd.op("n -> n")
+    def wrong(x):
+        return np.linalg.norm(x)  # here
+
+    with pytest.raises(sd.errors.TraceError) as e:
+        wrong(np.ones(3, np.float32))
+    assert "here" in user_line(e.value)
+
+
+def test_results_of_one_op_are_told_apart(cpu):
+    @sd.op("n -> n, n")
+    def two(x):
+        return x * 2.0, x + 1.0
+
+    text = sd.lower(two, sd.spec("f32", 5)).explain()
+    assert "stores two (1), two (2)" in text

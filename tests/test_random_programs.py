@@ -283,3 +283,14 @@ def test_ways_put_the_device_back():
         assert device.target.family == "gpu" and device.target.choice.seed == 1
     assert device.target is before
     assert fault(Job(draw(2)), "gpu drawn") is None
+
+
+#: Programs that failed once in ways other than those that are drawn for them.
+FOUND = [(9100034, "cut"), (9100034, "gpu cut")]
+
+
+@pytest.mark.parametrize(("seed", "name"), FOUND)
+def test_what_was_found(seed, name):
+    if not has_adapter():
+        pytest.skip("no adapter")
+    assert check(draw(seed), [name]) is None

@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..errors import CompilerError, DTypeError
 
 if TYPE_CHECKING:
@@ -484,14 +486,15 @@ def guard(conditions: Iterable[Expr], value: Expr) -> Expr:
 # wrote it
 
 _OWN = __file__.rsplit("/ir/", 1)[0] + "/"
+_NUMPY = np.__file__.rsplit("/", 1)[0] + "/"
 
 
 def user_location(skip: int = 1) -> str | None:
-    """``file:line`` of the nearest frame outside the compiler."""
+    """``file:line`` of the nearest frame outside the compiler and NumPy."""
     frame = sys._getframe(skip)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_OWN):
+        if not name.startswith((_OWN, _NUMPY)):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return None

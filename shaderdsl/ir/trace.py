@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -214,7 +215,7 @@ class Value:
             raise TraceError(
                 f"np.{ufunc.__name__} cannot be used inside an op",
                 where=f"{self.trace.name} ({E.user_location()})",
-                cure=f"use sd.{ufunc.__name__}",
+                cure=_instead_of(ufunc.__name__),
             )
         return power(*args) if prim == "pow" else primitive(prim, *args)
 
@@ -348,6 +349,31 @@ OPERATORS = {
     "ne": "ne",
 }
 # NumPy's names of what its numbers do when they stand on the left.
+#: Names of NumPy that are others here.
+_NAMES = {
+    "absolute": "abs", "fabs": "abs", "negative": "-x", "square": "x * x",
+    "reciprocal": "1.0 / x", "arcsin": "asin", "arccos": "acos", "arctan": "atan",
+    "arctan2": "atan2", "rint": "round", "fmax": "maximum", "fmin": "minimum",
+    "float_power": "pow", "invert": "~x", "bitwise_not": "~x", "logical_and": "a & b",
+    "logical_or": "a | b", "logical_not": "~a", "logical_xor": "a ^ b", "mod": "a % b",
+    "fmod": "a % b", "equal": "a == b", "not_equal": "a != b", "less": "a < b",
+    "less_equal": "a <= b", "greater": "a > b", "greater_equal": "a >= b",
+}  # fmt: skip
+
+
+def _instead_of(name: str) -> str:
+    """What to write in the place of a function of NumPy."""
+    own = _NAMES.get(name, name)
+    if not own.isidentifier():
+        return f"write {own}"
+    if hasattr(sys.modules.get(__name__.partition(".")[0]), own):
+        return f"use sd.{own}"
+    return (
+        f"there is no sd.{own}: write it of functions that there are (sd.exp, sd.log, "
+        "sd.pow, sd.where, …)"
+    )
+
+
 _UFUNCS = {
     "add": "add",
     "subtract": "sub",
@@ -373,13 +399,25 @@ _operator("gt", "lt", swap=True)
 _operator("ge", "le", swap=True)
 
 
+def _of_another_call(x: Value) -> TraceError:
+    here = _current.get()
+    used = "outside of it" if here is None else f"in {here.name}"
+    if here is not None and here.name == x.trace.name:
+        used = "in another call of it"
+    where = E.user_location()
+    return TraceError(
+        f"a value of the op {x.trace.name} is used {used}",
+        where=where if here is None else f"{here.name} ({where})",
+        cure="values and positions (sd.index) inside an op live only while it is "
+        "traced: return what is needed, and pass it on as an operand",
+    )
+
+
 def unwrap(x: Any) -> Expr:
     """A Value or a Python or NumPy number as an expression."""
     if isinstance(x, Value):
         if x.trace is not _current.get():
-            raise TraceError(
-                "a value of one op is used inside another", where=E.user_location()
-            )
+            raise _of_another_call(x)
         return x.expr
     if isinstance(x, Expr):
         return x

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, reject, settings
 from ..errors import ReductionError, TraceError
 from ..function import grad, vjp
 from ..op import Op
+from ..tracing import Traced
 from .gradients import Graph, compare_slopes, loss_of, scalar_loss, several
 from .rounding import Rounding, allowance
 from .script import script
@@ -98,6 +99,7 @@ def check_op(
     Raises:
         AssertionError: for the smallest case that fails.
         TraceError: what is no op.
+        ShaderError, or whatever the op itself raises: it cannot be traced at all.
     """
     if not isinstance(op, Op):
         raise TraceError(
@@ -105,6 +107,8 @@ def check_op(
             cure="check_gradients(f, *arrays) takes any function of arrays",
         )
     failed: list[Case] = []
+    refused: list[Exception] = []
+    seen: list[Case] = []
     seed = default_seed if seed is None else seed
 
     @settings(
@@ -118,6 +122,17 @@ def check_op(
     )
     @given(cases(op, **draws))
     def run(case: Case) -> None:
+        if refused:
+            raise refused[0]
+        if not seen:
+            seen.append(case)
+            try:
+                Traced(_call(case), tuple(case.arrays()), "lower")
+            except ReductionError:
+                pass  # of nothing, which other cases may not ask for
+            except Exception as error:
+                refused.append(error)
+                raise
         try:
             check_case(case, reference, gradients=gradients, tolerance=tolerance)
         except ReductionError:
@@ -135,6 +150,9 @@ def check_op(
     try:
         run()
     except Exception:
+        if refused:  # no case is to blame: the op itself cannot be traced
+            vars(refused[0]).pop("__notes__", None)  # Hypothesis' words on the case
+            raise refused[0] from None
         if failed:  # the last one that ran is the smallest
             show(script(failed[-1], reference))
         raise
@@ -156,7 +174,7 @@ def check_case(
     with np.errstate(all="ignore"):
         own = several(op.reference(*wide, **case.keywords()))
         expected = several(reference(*wide, **options)) if reference else own
-        graph = Graph(lambda *xs: op(*xs, **case.keywords()), arrays)
+        graph = Graph(_call(case), arrays)
         moved = [graph.value(_nudged(wide, k), Rounding(k)) for k in range(3)]
     exact = Tolerance(1e-9, 1e-9)
     for k, (o, e) in enumerate(zip(own, expected, strict=True)):
@@ -170,6 +188,10 @@ def check_case(
     half = any(a.dtype == np.float16 for a in arrays)
     if gradients and not half and case.kind in ("ordinary", "tiny", "huge"):
         _check_gradients(case, reference, arrays, wide, expected, near)
+
+
+def _call(case: Case) -> Callable[..., Any]:
+    return lambda *xs: case.op(*xs, **case.keywords())
 
 
 def _wide(a: np.ndarray) -> np.ndarray:
