@@ -171,6 +171,16 @@ FOUND = [
             outs=(3,),
         ),
     ),
+    # divisors that are vec4s of an outer loop
+    (
+        "gpu",
+        Program(
+            60010,
+            ((12, 12),),
+            (Step("softmax", (0,), (12532, 24718, 58414, 13124)),),
+            (1,),
+        ),
+    ),
     # f32 cannot hold the product, so its derivative is NaN
     (
         "cpu",

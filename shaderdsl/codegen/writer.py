@@ -487,7 +487,9 @@ class Writer:
         if self.target.family == "software" or n.args[0].kind == "const":
             return False
         b = n.args[1]
-        if self.is_vector(n) and not self.is_vector(b):
+        if self.is_vector(b):  # four divisors
+            return False
+        if self.is_vector(n):
             return True
         known = any(("inverse", b) in memo for memo in self.memo)
         return known or self.level(b.free) < level
