@@ -23,7 +23,7 @@ from random_programs import Program, Step, draw
 
 import shaderdsl as sd
 from shaderdsl import finite
-from shaderdsl.codegen import online_scores, split
+from shaderdsl.codegen import split
 from shaderdsl.engine import Plan, captured_inputs, placeholder
 from shaderdsl.ir import differentiate, interpret
 from shaderdsl.ir.stage import Stage, kept, retarget, topo_stages
@@ -94,8 +94,6 @@ THRESHOLDS: tuple[tuple[Any, str, int], ...] = (
     (split, "LONG_ROW", 16),
     (split, "SHARE", 4),
     (split, "SCATTER", 8),
-    (online_scores, "_ROWS", 1),
-    (online_scores, "_DEPTH", 1),
 )
 
 
