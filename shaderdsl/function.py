@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -159,8 +160,9 @@ class Compiled:
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         device = current_device()
         g = None
+        looked_at = "nan" in os.environ.get("SHADERDSL_DEBUG", "")  # by `finite`
         if self._plain and not keywords and len(args) == len(self._plain):
-            g = handed.given(args, device)
+            g = None if looked_at else handed.given(args, device)
         link = self._links.find(g, device) if g is not None else None
         if g is not None and link is not None:
             done, result = self._repeat(g, link)
