@@ -7,8 +7,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
 import reference as ref
-from workloads import ADAMW, SHAPE, Case, work
+from workloads import ADAMW, SHAPE, TOKENS, Case, work
 
 import shaderdsl as sd
 
@@ -48,6 +49,8 @@ def pullback(function):
 def setup(name, x, args) -> Case:
     if name == "W9":
         return _training(x)
+    if name == "W10":
+        return _decoding(x)
     function, keys = {
         "W1": (silu_mul, ["y"]),
         "W2": (pullback(silu_mul), ["dg", "du"]),
@@ -91,7 +94,8 @@ NAMES = {
 }
 
 
-def _training(x) -> Case:
+def _model(x):
+    """The model with the workload's weights."""
     from shaderdsl.nn.transformer import build
 
     c = SHAPE
@@ -117,7 +121,21 @@ def _training(x) -> Case:
         transposed = value.ndim == 2 and key != "embed"
         return sd.asarray(value.T.copy() if transposed else value)
 
-    model = build(config, make)
+    return build(config, make)
+
+
+def _decoding(x) -> Case:
+    model, tokens = _model(x), []
+
+    def run():
+        out = model.generate([int(x["first"])], max_new_tokens=TOKENS)
+        tokens[:] = np.asarray(out).ravel()[-TOKENS:].tolist()
+
+    return Case(run, lambda: {"tokens": np.array(tokens)})
+
+
+def _training(x) -> Case:
+    model = _model(x)
     optimiser = sd.optim.AdamW(
         lr=ADAMW.rate,
         betas=(ADAMW.beta1, ADAMW.beta2),

@@ -7,13 +7,15 @@ import kernels_model as km
 import numpy as np
 import reference as ref
 from gpu import Gpu
-from workloads import ADAMW, SHAPE, Case, SkipWorkload, work
+from workloads import ADAMW, SHAPE, TOKENS, Case, SkipWorkload, work
 
 
 def setup(name, x, args) -> Case:
     gpu = Gpu()
     if name == "W9":
         return _training(gpu, x, args.matmul)
+    if name == "W10":
+        return _decoding(gpu, x)
     held = {key: gpu.buffer(value) for key, value in x.items()}
     out = {}
 
@@ -163,6 +165,52 @@ def _training(gpu: Gpu, x, form: str) -> Case:
         losses.append(gpu.read(loss)[0])
 
     return Case(run, lambda: {"losses": losses[:3]}, {"kernels": len(gpu.tape)})
+
+
+def _decoding(gpu: Gpu, x) -> Case:
+    """One token's kernels on the tape, played once a token in one submit."""
+    c = SHAPE
+    d, kv, f = c.width, c.kv_width, c.ffn
+    w = {key: gpu.buffer(value) for key, value in x["weights"].items()}
+    tables = [gpu.buffer(t) for t in ref.rotary_tables(TOKENS, c.head, np.float32)]
+    state, tokens = gpu.buffer(2), gpu.buffer(TOKENS)  # token and position
+    flow, h, q, o, scale = (gpu.buffer(n) for n in (d, d, d, d, 1))
+    key, value, g, up, act = (gpu.buffer(n) for n in (kv, kv, f, f, f))
+    logits = gpu.buffer(c.vocab)
+
+    def add(kernel, *buffers):
+        text, groups = kernel
+        gpu.add(text, list(buffers), *groups)
+
+    add(km.embed(1, d), w["embed"], state, flow)
+    for i in range(c.layers):
+        keys, values = gpu.buffer(TOKENS * kv), gpu.buffer(TOKENS * kv)
+        add(k.rms_norm(1, d), flow, w[f"{i}.norm1"], h, scale)
+        add(km.vector(d, d), h, w[f"{i}.q"], q)
+        add(km.vector(kv, d), h, w[f"{i}.k"], key)
+        add(km.vector(kv, d), h, w[f"{i}.v"], value)
+        add(km.rotary_at(c.heads, c.head), q, *tables, state)
+        add(km.rotary_at(c.kv_heads, c.head), key, *tables, state)
+        add(km.keep(kv), key, value, keys, values, state)
+        heads = (c.heads, c.kv_heads, c.head)
+        add(km.attention_at(*heads), q, keys, values, state, o)
+        add(km.vector(d, d, add=True), o, w[f"{i}.o"], flow)
+        add(k.rms_norm(1, d), flow, w[f"{i}.norm2"], h, scale)
+        add(km.vector(f, d), h, w[f"{i}.gate"], g)
+        add(km.vector(f, d), h, w[f"{i}.up"], up)
+        add(k.silu_mul(f), g, up, act)
+        add(km.vector(d, f, add=True), act, w[f"{i}.down"], flow)
+    add(k.rms_norm(1, d), flow, w["norm"], h, scale)
+    add(km.vector(c.vocab, d), h, w["head"], logits)
+    add(km.likeliest(c.vocab), logits, state, tokens)
+
+    def run():
+        start = np.array([x["first"], 0], np.uint32)
+        gpu.device.queue.write_buffer(state, 0, start)
+        gpu.run(TOKENS)
+
+    info = {"kernels": len(gpu.tape) * TOKENS}
+    return Case(run, lambda: {"tokens": gpu.read(tokens)}, info)
 
 
 def arguments(parser):

@@ -125,7 +125,7 @@ def table(records: list[dict[str, Any]], base: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--workloads", default="W1,W2,W3,W4,W5,W6,W9")
+    parser.add_argument("--workloads", default="W1,W2,W3,W4,W5,W6,W9,W10")
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--base", default="wgsl", help="what ratios are relative to")

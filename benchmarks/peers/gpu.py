@@ -55,11 +55,11 @@ class Gpu:
         )
         self.tape.append((pipeline, group, (*workgroups, 1, 1)[:3]))
 
-    def run(self) -> None:
-        """Plays the whole tape and waits for the device."""
+    def run(self, times: int = 1) -> None:
+        """Plays the whole tape, so many times, and waits for the device."""
         encoder = self.device.create_command_encoder()
         play = encoder.begin_compute_pass()
-        for pipeline, group, workgroups in self.tape:
+        for pipeline, group, workgroups in self.tape * times:
             play.set_pipeline(pipeline)
             play.set_bind_group(0, group)
             play.dispatch_workgroups(*workgroups)

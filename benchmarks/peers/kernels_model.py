@@ -1,4 +1,4 @@
-"""The hand-written kernels that only the training step needs.
+"""The hand-written kernels that only the training step and decoding need.
 
 Attention is the plain three-pass form: a workgroup of 64 for each query and head that
 computes its scores anew for the maximum, the sum and the result.
@@ -187,3 +187,88 @@ def adamw(n: int, opt):
   w[i] = w[i] * {1 - opt.rate * opt.decay}
        - {opt.rate} * (a / bias[0]) / (sqrt(b / bias[1]) + {opt.eps});"""
     return elementwise(("=w", "grad", "=m", "=v", "bias"), n, body)
+
+
+# ------------------------------------------------------------------ one token
+
+
+def vector(n: int, inner: int, add: bool = False):
+    """y = x·W for one row; ``add``: y is what it is added to."""
+    body = f"""var a = 0.0;
+  for (var k = 0u; k < {inner}u; k++) {{ a += x[k] * w[k * {n}u + i]; }}
+  y[i] = {"y[i] + a" if add else "a"};"""
+    return elementwise(("x", "w", "=y"), n, body)
+
+
+def rotary_at(heads: int, d: int):
+    """Turns one position's heads by ``state[1]``."""
+    half = d // 2
+    body = f"""let p = state[1]; let e = i % {half}u;
+  let at = (i / {half}u) * {d}u + e;
+  let c = cos_[p * {half}u + e]; let n = sin_[p * {half}u + e];
+  let a = x[at]; let b = x[at + {half}u];
+  x[at] = a * c - b * n;
+  x[at + {half}u] = b * c + a * n;"""
+    return elementwise(("=x", "cos_", "sin_", "state:u32"), heads * half, body)
+
+
+def keep(n: int):
+    """A row of keys and one of values go to their place in the caches."""
+    body = f"keys[state[1] * {n}u + i] = k[i]; values[state[1] * {n}u + i] = v[i];"
+    return elementwise(("k", "v", "=keys", "=values", "state:u32"), n, body)
+
+
+def attention_at(heads: int, kv: int, d: int):
+    """One query a head against a cache: a workgroup of 64 a head."""
+    score = (
+        f"let at = (j * {kv}u + g) * {d}u; "
+        + _dot("z", "q", "at_q", "k", "at", d)
+        + f" let s = z * {d**-0.5};"
+    )
+    body = (
+        f"  let g = r / {heads // kv}u; let at_q = r * {d}u; let n = state[1] + 1u;\n"
+        "  var m = -3.0e38;\n"
+        f"  for (var j = t; j < n; j += 64u) {{ {score} m = max(m, s); }}\n"
+        + tree("m", 64, most=True)
+        + "  let top = part[0];\n  var l = 0.0;\n"
+        f"  for (var j = t; j < n; j += 64u) {{ {score} l += exp(s - top); }}\n"
+        + tree("l", 64)
+        + f"""  let total = part[0];
+  var sum = 0.0;
+  for (var j0 = 0u; j0 < n; j0 += 64u) {{
+    let j = j0 + t;
+    var p = 0.0;
+    if (j < n) {{ {score} p = exp(s - top) / total; }}
+    workgroupBarrier();
+    part[t] = p;
+    workgroupBarrier();
+    if (t < {d}u) {{
+      for (var e = 0u; e < min(64u, n - j0); e++) {{
+        sum += part[e] * v[((j0 + e) * {kv}u + g) * {d}u + t];
+      }}
+    }}
+  }}
+  if (t < {d}u) {{ out[at_q + t] = sum; }}"""
+    )
+    return row(("q", "k", "v", "state:u32", "=out"), heads, body, 64)
+
+
+def likeliest(vocab: int):
+    """The token to ``state[0]`` and to the list; the position moves on."""
+    body = (
+        "  var m = -3.0e38; var best = 0u;\n"
+        + each(vocab, "if (x[j] > m) { m = x[j]; best = j; }")
+        + tree("m", most=True)
+        + f"""  let top = part[0];
+  workgroupBarrier();
+  part[t] = select({vocab}.0, f32(best), m == top);
+  workgroupBarrier();
+  if (t == 0u) {{
+    var first = {vocab}.0;
+    for (var e = 0u; e < 256u; e++) {{ first = min(first, part[e]); }}
+    state[0] = u32(first);
+    tokens[state[1]] = first;
+    state[1] += 1u;
+  }}"""
+    )
+    return row(("x", "=state:u32", "=tokens"), 1, body)
