@@ -23,19 +23,20 @@ from .partition import Group
 from .program import Binding, Kernel, Param, Scratch, Tensor
 from .schedule import members_of
 from .target import Target
-from .tuning import decided, noted
+from .tuning import decided, noted, tuning_key
 
 Schedule = Callable[[Group, Target], list[Kernel]]
 
 
 _memory: OrderedDict[Any, list[dict[str, Any]]] = OrderedDict()
+_tuning_keys: OrderedDict[Any, str] = OrderedDict()
 _KEPT = 4096
 
 
 def kernels_of(g: Group, target: Target, schedule: Schedule) -> list[Kernel]:
     """The kernels of a group: printed, or taken over from an equal one."""
-    target = decided(g, target)
     key, tensors = signature(g)
+    target = decided(target, lambda: _tuning_key(g, target, key))
     key = (key, target)
     found = _memory.get(key)
     store = texts.store
@@ -51,6 +52,16 @@ def kernels_of(g: Group, target: Target, schedule: Schedule) -> list[Kernel]:
         return kernels
     _remember(key, found)
     return _concrete(found, list(tensors), g)
+
+
+def _tuning_key(g: Group, target: Target, key: Any) -> str:
+    """See `tuning_key`; asked once for groups that are alike."""
+    found = _tuning_keys.get((key, target))
+    if found is None:
+        found = _tuning_keys[key, target] = tuning_key(g, target)
+        while len(_tuning_keys) > _KEPT:
+            _tuning_keys.popitem(last=False)
+    return found
 
 
 def _remember(key: Any, found: list[dict[str, Any]]) -> None:

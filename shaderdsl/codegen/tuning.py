@@ -80,11 +80,15 @@ def _class(n: int) -> tuple[int, bool]:
     return (n, True) if n <= _EXACT else ((n - 1).bit_length(), n % 4 == 0)
 
 
-def decided(g: Group, target: Target) -> Target:
-    """The target with the choice that was measured for a group, if there is one."""
+def decided(target: Target, key: Callable[[], str]) -> Target:
+    """The target with the choice that was measured for a group, if there is one.
+
+    Args:
+        key: gives the group's `tuning_key`; called if there are choices.
+    """
     if target.choice is not None or not target.tuned:
         return target
-    choice = target.tuned.get(tuning_key(g, target))
+    choice = target.tuned.get(key())
     return target if choice is None else replace(target, choice=Fixed(choice))
 
 
