@@ -19,9 +19,8 @@ from test_contract import arrays, half_cases, nn, nt, run, scores, tn, tt, turne
 from test_index_audit import watched
 
 import shaderdsl as sd
-from shaderdsl import engine
 from shaderdsl.codegen import lower as lowering
-from shaderdsl.codegen import online_matrices, texts
+from shaderdsl.codegen import texts
 from shaderdsl.codegen.choice import Survey
 from shaderdsl.codegen.contract import matrix_kernels
 from shaderdsl.codegen.contract_matrices import MatrixShape, has_matrices, is_half
@@ -70,13 +69,6 @@ def wgpu(monkeypatch):
         pytest.skip("no f16")
     seen: list[str] = []
     monkeypatch.setattr(texts, "store", None)
-    engine._plans.clear()
-    # Shapes of the same text that compile quickly here.
-    short = (
-        online_matrices.MatrixStream(32, 32, 8, 8, 32, 16, down=1, vc=32),
-        online_matrices.MatrixStream(32, 32, 8, 8, 16, 16, down=1, vc=16),
-    )
-    monkeypatch.setattr(online_matrices, "STREAMS", short)
 
     def instead(schedule):
         return lambda group, target: [
@@ -298,7 +290,12 @@ def attention_64(q, k, v, causal):
 
 @pytest.mark.parametrize(
     ("rows", "lines", "d", "causal"),
-    [(64, 64, 32, False), (50, 70, 32, True), (40, 40, 64, True), (33, 40, 128, True)],
+    [
+        (64, 64, 32, False),
+        (100, 132, 32, True),
+        (70, 70, 64, True),
+        (64, 96, 128, True),
+    ],
 )
 def test_attention(wgpu, rows, lines, d, causal):
     """Within what rounding of weights to f16 allows."""
@@ -307,30 +304,3 @@ def test_attention(wgpu, rows, lines, d, causal):
     assert any("powers" in text for text in wgpu)
     want = attention_64(*(a.astype(np.float64) for a in (q, k, v)), causal)
     assert np.abs(got.astype(np.float64) - want).max() < 1e-3 * np.abs(want).max()
-
-
-def gradients_64(q, k, v, dy, causal):
-    scale = 1 / np.sqrt(q.shape[-1])
-    s = np.einsum("bhqd,bhkd->bhqk", q, k) * scale
-    if causal:
-        lq, lk = s.shape[-2:]
-        s = np.where(np.tri(lq, lk, lk - lq, dtype=bool), s, -np.inf)
-    p = np.exp(s - s.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    dp = dy @ v.swapaxes(-1, -2)
-    ds = p * (dp - (dp * p).sum(-1, keepdims=True)) * scale
-    return ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ dy
-
-
-def test_gradients_of_attention(wgpu):
-    """Scores and their gradient by matrices, what follows in f32."""
-    q, k = (1, 2, 40, 32), (1, 2, 44, 32)
-    operands = arrays(q, k, k, q, **HALF)
-    *xs, dy = map(sd.array, operands)
-    _, pull = sd.vjp(attention, *xs)
-    got = pull(dy)
-    assert any("nears" in text for text in wgpu)
-    want = gradients_64(*(a.astype(np.float64) for a in operands), True)
-    for y, z in zip(got, want, strict=True):
-        error = np.abs(y.numpy().astype(np.float64) - z).max()
-        assert error < 2e-3 * np.abs(z).max()

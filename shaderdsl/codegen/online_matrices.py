@@ -4,9 +4,10 @@ As in `online_stream`: the same tiles, masks, maxima and sums of single scores. 
 products differ: both factors lie in workgroup memory as f16, a tile of scores is
 computed in matrices of f32, laid down, and read by the threads that go on with it. The
 weights exp(y - m) of a tile are rounded to f16 for their product with the values, whose
-sums over a tile come back the same way and are added in f32. They lie between 0 and 1;
-what other sums add (the gradient of the scores) may be far too small for f16, so these
-go on as in `online_stream`.
+sums over a tile come back the same way and are added in f32.
+
+For chains with a maximum, whose weights lie between 0 and 1: others (the gradient of
+the scores) may be far too small for f16.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from .choice import pick
 from .contract_matrices import is_half, with_matrices
 from .contract_tile import plus
 from .online_masks import sum_value
-from .online_plan import Online, Sum, plain_tensors, steps_of
-from .online_shape import kept
+from .online_plan import Online, plain_tensors, steps_of
 from .online_stream import Streaming
-from .online_stream_parts import LOG2E, Weights, gentle, take_out
+from .online_stream_parts import LOG2E, gentle, take_out
 from .online_stream_shape import Stream
 from .online_tile import BARRIER
 from .program import Kernel
@@ -39,53 +39,38 @@ _BACK = 64
 
 @dataclass(frozen=True)
 class MatrixStream(Stream):
-    """A tile, how its subgroups lie along rows and lines (columns), and how many lines
-    a product of weights takes at a time.
-    """
+    """A tile, and how its subgroups lie along rows and lines (columns)."""
 
     down: int = 2
     across: int = 2
-    vc: int = 64
 
-    def arrays(self, weighted: Sequence[int], others: Sequence[int]) -> dict[str, int]:
-        """Elements of workgroup memory, for sums of so many columns: products of
-        weights, and others.
-        """
-        factors = self.lines * (self.dc + _PAD)
-        widest = max([0, *weighted])
-        back = self.rows * (min(widest, _BACK) + _PAD_SUMS) if weighted else 0
-        lanes = self.tx * self.rows // WIDTH
-        out = {
-            "sm": max([lanes, *(self.memory(n) for n in others)]),
-            "nears": self.rows * (self.dc + _PAD),
-            "fars": max(factors, self.vc * (widest + _PAD) if weighted else 0),
-            "sums": max(self.lines * (self.rows + _PAD_SUMS), back),
-        }
-        if weighted:
-            out["powers"] = self.lines * (self.rows + _PAD)
-        return out
+    def bytes(self, columns: int) -> int:
+        """Workgroup memory, for sums of so many columns."""
+        halves = self.rows * (self.dc + _PAD) + self.lines * (self.rows + _PAD)
+        halves += max(self.lines * (self.dc + _PAD), self.lc * (columns + _PAD))
+        return 2 * halves + 4 * self.laid(columns) + 16 * self.spare
 
+    def laid(self, columns: int) -> int:
+        """Elements of f32 through which matrices come back."""
+        back = self.rows * (min(columns, _BACK) + _PAD_SUMS)
+        return max(self.lines * (self.rows + _PAD_SUMS), back)
 
-_TYPES = {"sm": ("vec4<f32>", 16), "sums": ("f32", 4)}
-
-
-def _type(array: str) -> tuple[str, int]:
-    """What an array of workgroup memory holds, and its bytes."""
-    return _TYPES.get(array, ("f16", 2))
+    @property
+    def spare(self) -> int:
+        """vec4s in which lanes combine values of a row."""
+        return self.tx * self.rows // WIDTH
 
 
 STREAMS = (
-    MatrixStream(64, 64, 8, 16, 64, 16),
-    MatrixStream(64, 64, 8, 16, 32, 16),
-    MatrixStream(64, 64, 8, 16, 32, 16, vc=32),
-    MatrixStream(32, 64, 8, 8, 128, 16, down=1),
-    MatrixStream(32, 64, 8, 8, 64, 16, down=1),
-    MatrixStream(32, 64, 8, 8, 32, 16, down=1),
-    MatrixStream(32, 64, 8, 8, 32, 16, down=1, vc=32),
-    MatrixStream(32, 64, 8, 8, 16, 16, down=1, vc=32),
+    MatrixStream(64, 64, 8, 16, 64, 64),
+    MatrixStream(64, 64, 8, 16, 32, 64),
+    MatrixStream(64, 64, 8, 16, 32, 32),
+    MatrixStream(32, 64, 8, 8, 128, 64, down=1),
+    MatrixStream(32, 64, 8, 8, 64, 64, down=1),
+    MatrixStream(32, 64, 8, 8, 32, 64, down=1),
+    MatrixStream(32, 64, 8, 8, 32, 32, down=1),
+    MatrixStream(32, 64, 8, 8, 16, 32, down=1),
 )
-#: Accumulators of a thread that stay in registers.
-_REGISTERS = 160
 
 
 def choose_matrix_stream(o: Online) -> MatrixStream | None:
@@ -103,51 +88,41 @@ def choose_matrix_stream(o: Online) -> MatrixStream | None:
 
 
 def _halves(o: Online) -> bool:
-    """Whether all factors of products are of f16."""
-    o = gentle(o)
-    return bool(o.products) and all(
-        is_half(take_out(x, p.inner)[0]) for p in o.products for x in (p.near, p.far)
-    )
-
-
-def weighs(o: Online, s: Sum) -> bool:
-    """Whether a sum is a product of weights below 1 with values of f16."""
-    if o.score is None or s.column is None:
+    """Whether all that is multiplied is of f16, or a weight of a maximum."""
+    if o.score is None:
         return False
-    core, extra = take_out(s.weight, s.column)
-    return not extra and is_half(core) and sum_value(s, o.score) is s.power
-
-
-def _columns(o: Online) -> tuple[list[int], list[int]]:
-    """Columns of sums: products of weights, and others."""
     o = gentle(o)
-    sums = [(weighs(o, s), o.extent(s.column)) for s in o.sums if s.column is not None]
-    return [n for yes, n in sums if yes], [n for yes, n in sums if not yes]
+    assert o.score is not None
+    sums = [s for s in o.sums if s.column is not None]
+    for p in o.products:
+        if not all(is_half(take_out(x, p.inner)[0]) for x in (p.near, p.far)):
+            return False
+    for s in sums:
+        assert s.column is not None
+        core, extra = take_out(s.weight, s.column)
+        if extra or not is_half(core) or sum_value(s, o.score) is not s.power:
+            return False
+    return bool(sums)
 
 
 def _fits(o: Online, t: MatrixStream) -> bool:
     """Whether a tile divides the products and keeps to the limits."""
     limits = o.target.limits
-    weighted, others = _columns(o)
-    deep = t.dc // WIDTH
-    arrays = t.arrays(weighted, others)
+    columns = [o.extent(s.column) for s in o.sums if s.column is not None]
+    deep, wide = t.dc // WIDTH, max(columns) // WIDTH
     return (
-        bool(weighted or others)
-        and not any(o.extent(p.inner) % t.dc for p in o.products)
-        and not any(n % (t.tx * WIDTH) or n > 128 for n in weighted)
-        and all(min(n, _BACK) % (t.across * _SIDE) == 0 for n in weighted)
+        not any(o.extent(p.inner) % t.dc for p in o.products)
+        and not any(n % (t.tx * WIDTH) or n > 128 for n in columns)
+        and all(min(n, _BACK) % (t.across * _SIDE) == 0 for n in columns)
         and t.size % deep == 0
         and t.rows * deep % t.size == 0
         and t.lines * deep % t.size == 0
-        and not any(t.size % (n // WIDTH) for n in weighted)
-        and not any(t.vc * (n // WIDTH) % t.size for n in weighted)
-        and not any(t.lc * t.columns(n) * t.tx % t.size for n in others)
+        and t.size % wide == 0
+        and all(t.lc * (n // WIDTH) % t.size == 0 for n in columns)
         and t.size == t.down * t.across * _LANES
         and o.extent(o.row) >= t.rows
         and o.extent(o.line) >= t.lines
-        and kept(o, t) <= _REGISTERS
-        and sum(_type(a)[1] * n for a, n in arrays.items())
-        <= limits.max_workgroup_storage
+        and t.bytes(max(columns)) <= limits.max_workgroup_storage
         and t.size <= limits.max_invocations
     )
 
@@ -250,10 +225,15 @@ class MatrixStreaming(Streaming):
     t: MatrixStream
 
     def memory(self) -> None:
-        w = self.w
-        arrays = self.t.arrays(*_columns(self.o))
+        o, w, t = self.o, self.w, self.t
+        widest = max(o.extent(s.column) for s in self.matrices if s.column is not None)
+        fars = max(t.lines * (t.dc + _PAD), t.lc * (widest + _PAD))
         w.shared += [
-            f"var<workgroup> {a}: array<{_type(a)[0]}, {n}>;" for a, n in arrays.items()
+            f"var<workgroup> sm: array<vec4<f32>, {t.spare}>;",
+            f"var<workgroup> nears: array<f16, {t.rows * (t.dc + _PAD)}>;",
+            f"var<workgroup> fars: array<f16, {fars}>;",
+            f"var<workgroup> powers: array<f16, {t.lines * (t.rows + _PAD)}>;",
+            f"var<workgroup> sums: array<f32, {t.laid(widest)}>;",
         ]
 
     def prepare(self) -> None:
@@ -268,15 +248,11 @@ class MatrixStreaming(Streaming):
                 Near(self, near, p.inner, t.rows, t.dc, "nears", f"n{i}"),
                 Far(self, far, p.inner, t.lines, t.dc, "fars", f"f{i}"),
             )
-        self.streams = {}
         for i, s in enumerate(self.matrices):
             assert s.column is not None
-            if not weighs(o, s):
-                self.streams["sum", i] = Weights(self, i, t.held * t.value_row)
-                continue
             length = o.extent(s.column)
             self.weighted[i] = Far(
-                self, self.weights[i], s.column, t.vc, length, "fars", f"w{i}"
+                self, self.weights[i], s.column, t.lc, length, "fars", f"w{i}"
             )
 
     @property
@@ -287,9 +263,6 @@ class MatrixStreaming(Streaming):
 
     def fetch_first(self, phase: tuple[str, int], at: str, depth: int) -> None:
         kind, i = phase
-        if phase in self.streams:
-            super().fetch_first(phase, at, depth)
-            return
         if kind == "sum":
             stream = self.weighted[i]
             stream.fetch(stream.places(at, depth), "0u", depth)
@@ -392,9 +365,6 @@ class MatrixStreaming(Streaming):
     # -------------------------------------------------------------- weighted sums
 
     def accumulate(self, i: int, ahead: Callable[[], None]) -> None:
-        if i not in self.weighted:
-            super().accumulate(i, ahead)
-            return
         o, w, t = self.o, self.w, self.t
         stream, column = self.weighted[i], self.matrices[i].column
         assert column is not None
@@ -412,20 +382,20 @@ class MatrixStreaming(Streaming):
         down = t.rows // t.down // _SIDE
         every = length // _SIDE // t.across
         names = self.cleared(f"o{i}_", down, every)
-        chunks = t.lines // t.vc
+        chunks = t.lines // t.lc
         for chunk in range(chunks):
             w.line(BARRIER)
             w.blocks[-1] += stream.keep()
             w.line(BARRIER)
             if chunk + 1 < chunks:
-                at = f"l + {(chunk + 1) * t.vc}u"
+                at = f"l + {(chunk + 1) * t.lc}u"
                 stream.fetch(stream.places(at, 2), "0u", 2)
             else:
                 ahead()
-            first = chunk * t.vc
+            first = chunk * t.lc
             w.blocks[-1] += self.multiplied(
                 names,
-                t.vc,
+                t.lc,
                 lambda k, a, first=first: loaded(  # type: ignore[misc]
                     "left", "col", "powers", stride, "down", a, first + k, False
                 ),
