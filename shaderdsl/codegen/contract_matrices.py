@@ -27,8 +27,8 @@ from .program import Kernel
 from .schedule import BUILTINS, finish, fold
 from .writer import WIDTH, Writer, contiguous, indent
 
-#: Elements between rows of a chunk, and of sums, that keep them on different banks.
-_PAD, _PAD_SUMS = 8, 8
+#: Elements between rows of a chunk that keep them on different banks.
+_PAD = 8
 
 BARRIER = "workgroupBarrier();"
 
@@ -47,7 +47,7 @@ class MatrixShape:
     bk: int
     down: int
     across: int
-    laid: int = 4
+    laid: int = 1
     panel: int = 0
     rows: int = 16
     columns: int = 16
@@ -71,8 +71,12 @@ class MatrixShape:
     @property
     def sums(self) -> int:
         """Sums that lie in workgroup memory at a time."""
-        stride = self.laid * self.columns + _PAD_SUMS
-        return self.down * self.across * self.rows * stride
+        return self.down * self.across * self.rows * self.stride
+
+    @property
+    def stride(self) -> int:
+        """Elements from one row of sums to the next, on different banks."""
+        return self.laid * self.columns + (8 if self.laid > 1 else 0)
 
     def fits(self, c: Contraction) -> bool:
         """Whether a workgroup can hold what a contraction takes."""
@@ -184,7 +188,7 @@ class Matrices(Tiled):
         across, down = -(-n // shape.bn), -(-m // shape.bm)
         Tile.__init__(self, c, w, across, down, rows, columns, splits, number)
         self.shape = shape
-        self.stride = width + _PAD_SUMS
+        self.stride = shape.stride
         self.area = shape.rows * self.stride
         self.arrays: dict[str, int] = {}
         self.begin()
@@ -237,6 +241,12 @@ class Matrices(Tiled):
                 return f"{buffer}[{at}]"
             w.vector = None
         return f"{kind}({self.read(factor, copies, axis)})"
+
+    def kept_inside(self, at: str, stop: str, left: bool) -> str:
+        _, m, n, _ = self.c.sizes
+        whole = m % self.shape.bm == 0 if left else n % self.shape.bn == 0
+        # Fewer registers: places then differ by numbers that all threads share.
+        return at if whole else super().kept_inside(at, stop, left)
 
     def put(self, x: Share, o: str, k: str, value: str) -> list[str]:
         if not x.mode:

@@ -14,11 +14,13 @@ from .contract_shapes import workgroups
 #: From large to small, with a guess of the share of the best speed that each reaches on
 #: a large product.
 MATRIX_SHAPES = (
+    (MatrixShape(128, 256, 32, 2, 4), 0.87),
+    (MatrixShape(256, 128, 32, 4, 2), 0.86),
     (MatrixShape(128, 128, 32, 2, 2), 1.0),
-    (MatrixShape(128, 64, 32, 2, 2, 2), 0.8),
-    (MatrixShape(64, 128, 32, 2, 2), 0.8),
-    (MatrixShape(64, 64, 32, 2, 2, 2), 0.6),
-    (MatrixShape(32, 32, 32, 1, 2, 1), 0.3),
+    (MatrixShape(64, 128, 32, 2, 2), 0.82),
+    (MatrixShape(128, 64, 32, 2, 2), 0.82),
+    (MatrixShape(64, 64, 32, 2, 2), 0.66),
+    (MatrixShape(32, 32, 32, 1, 2), 0.3),
 )
 
 

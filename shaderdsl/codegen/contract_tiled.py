@@ -198,7 +198,7 @@ class Tiled(Tile):
         copies = []
         for o, _ in places:
             if o not in known:
-                at = w.let(f"min({prefix} + {o}, {stop} - 1u)", depth, "o")
+                at = w.let(self.kept_inside(f"{prefix} + {o}", stop, left), depth, "o")
                 known[o] = self.placed(outer, at, mode == "x", depth)
             copies.append(known[o])
         factor, asked = asked_later(f.expr)
@@ -214,6 +214,10 @@ class Tiled(Tile):
             [f"{array}_next{j}" for j in range(count)],
             total,
         )
+
+    def kept_inside(self, at: str, stop: str, left: bool) -> str:
+        """A row (column) of a tile that exists."""
+        return f"min({at}, {stop} - 1u)"
 
     def fetch(self, x: Share, p: Pass, exact: bool, chunk: str, depth: int) -> None:
         """Bring a thread's share of a chunk of k into its registers."""
