@@ -145,6 +145,8 @@ def tiling_cost(cs: Sequence[Contraction], t: Tiling) -> float:
     ):
         speed *= _SCATTERED
     if any(seen(c, shape.bm, shape.bn).grows for c in cs):
+        if shape.bm == 32 and all(c.sizes[2] <= shape.bn for c in cs):
+            speed = _LOW
         length = (
             length // 2 + shape.bm // 2
         )  # rows need half of k, a tile what one needs
@@ -197,5 +199,8 @@ _SPREAD = 4
 _IDLE = 0.6
 #: Processors of a large device, and registers of each.
 _PROCESSORS, _REGISTERS = 132, 1 << 16
+#: Speed of low tiles where rows need ever more of k and one column of tiles reads it:
+#: the longest tile ends sooner, and there is less of the diagonal in it.
+_LOW = 1.05
 #: Speed of lower tiles where words of both factors are scattered over rows.
 _SCATTERED = 0.97

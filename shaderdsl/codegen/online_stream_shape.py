@@ -61,7 +61,9 @@ HELD = Stream(64, 64, 16, 8, 16, 16, 16, 1)
 WHOLE = Stream(128, 64, 16, 16, 16, 16, 8, 1)
 #: For few rows: more workgroups.
 SHORT = Stream(32, 64, 16, 8, 16, 16, 16)
-STREAMS = (TALL, WIDE, SLIM, WHOLE, HELD, LOW, FLAT, SHORT)
+#: The same for two narrow sums.
+BRIEF = Stream(32, 64, 16, 8, 16, 16, 16, 1)
+STREAMS = (TALL, WIDE, SLIM, WHOLE, HELD, LOW, FLAT, SHORT, BRIEF)
 #: Accumulators of a thread: what leaves registers to spare, and what does not spill.
 _LIGHT, _REGISTERS = 128, 192
 #: Workgroups that fill a large device.
@@ -76,10 +78,14 @@ def choose_stream(o: Online) -> Stream | None:
         return None
     tall, low = (_groups(o, t) >= _FULL for t in (TALL, LOW))
     two = sum(1 for s in o.sums if s.column is not None) > 1
-    if not low and not (len(o.products) == 1 and 2 * _groups(o, TALL) >= _FULL):
+    # Of few workgroups the longest decide, and those of two sums are long.
+    narrow = two and kept(o, FLAT) <= _LIGHT
+    if narrow and _groups(o, LOW) < 2 * _FULL:
+        order = [BRIEF, SHORT, FLAT]
+    elif not low and not (len(o.products) == 1 and 2 * _groups(o, TALL) >= _FULL):
         order = [SHORT, FLAT]
     elif two:
-        order = [HELD, FLAT] if kept(o, FLAT) <= _LIGHT else [WHOLE, LOW, FLAT]
+        order = [HELD, FLAT] if narrow else [WHOLE, LOW, FLAT]
     elif len(o.products) > 1:
         order = [LOW, FLAT]
     else:
