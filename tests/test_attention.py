@@ -303,6 +303,26 @@ def test_scores_within_a_budget(retarget):
     assert "contract" not in kinds(scores=64 * 64 * 4 - 1)
 
 
+@pytest.mark.parametrize(("heads", "rows"), [(12, 32), (32, 64)])
+def test_few_heads_take_small_tiles(retarget, heads, rows):
+    """Of few workgroups the longest decide; the product for dq takes small ones
+    wherever its rows need ever more of k.
+    """
+    limits = Limits(
+        max_storage_buffers=10, max_workgroup_storage=49_152, max_invocations=1024
+    )
+    binding = 1 << 31
+    limits = dataclasses.replace(limits, max_binding_bytes=binding)
+    retarget(family="gpu", features=Features(), limits=limits, scores=binding)
+    shapes = [sd.spec("f32", 1, h, 2048, 64) for h in (heads, 4, 4)]
+    low = sd.lower(ops.attention, *shapes, backward=True)
+    online, product = (
+        next(k for k in low.kernels if k.archetype == a) for a in ("online", "contract")
+    )
+    assert online.workgroups[0] == heads * 2048 // rows
+    assert product.workgroups[0] * 32 == heads * 2048
+
+
 @pytest.mark.parametrize("d", [16, 64, 128, 256])
 def test_tiles_fit_portable_limits(cpu, d):
     shapes = [sd.spec("f32", 1, h, 300, d) for h in (4, 2, 2)]
