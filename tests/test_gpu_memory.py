@@ -11,6 +11,7 @@ import pytest
 
 import shaderdsl as sd
 from shaderdsl import engine, ops
+from shaderdsl.codegen import row
 from shaderdsl.codegen.choice import Choice, Fixed
 from shaderdsl.codegen.map import MapSchedule
 from shaderdsl.ir import interpret
@@ -202,8 +203,16 @@ def expected(f, *arrays):
     ]
 
 
+@pytest.fixture(params=["registers", "walks"])
+def held(request, gpu, monkeypatch):
+    """Rows of softmax stay in registers if they fit, or are walked at any length."""
+    if request.param == "walks":
+        monkeypatch.setattr(row, "WRITTEN", row.ONLINE)
+    return gpu
+
+
 @pytest.mark.parametrize("n", [20_000, 20_001, 33_001, 40_000])
-def test_walks_of_long_rows(gpu, n):
+def test_walks_of_long_rows(held, n):
     """Walks turn, and what the first one read last is not read again."""
     x, w = 3 * normal(2, n), normal(n, seed=1)
     calls = [
@@ -221,7 +230,7 @@ def test_walks_of_long_rows(gpu, n):
 
 
 @pytest.mark.parametrize("n", [20_000, 36_000])
-def test_long_rows_in_place(gpu, n):
+def test_long_rows_in_place(held, n):
     x = 3 * normal(3, n)
     for f in (ops.softmax, lambda a: a - sd.mean(a, axis=-1, keepdims=True)):
         (want,) = expected(f, x)
@@ -229,7 +238,7 @@ def test_long_rows_in_place(gpu, n):
         np.testing.assert_allclose(np.asarray(got), want, rtol=2e-5, atol=2e-6)
 
 
-def test_long_rows_keep_what_is_no_number(gpu):
+def test_long_rows_keep_what_is_no_number(held):
     x = normal(4, 20_000)
     x[1, 19_990] = np.nan  # in what lanes keep
     x[2, 5] = np.nan

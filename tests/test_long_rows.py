@@ -138,6 +138,7 @@ def looping(request, monkeypatch):
             before, family="gpu", features=Features(), limits=Limits()
         )
     monkeypatch.setattr(row, "ONLINE", 128)
+    monkeypatch.setattr(row, "WRITTEN", 128)
     yield request.param
     device.target = before
     sd.use_device("cpu")

@@ -249,6 +249,14 @@ def _strips(
     """Strips of columns, with so many lanes of rows where there are rows enough."""
     while lanes > 2 and rows < lanes * _FLIGHT:
         lanes //= 2
+    # Few rows of many columns: joining the lanes counts, so that strips are wider and a
+    # workgroup takes at least eight turns, if there are workgroups enough.
+    least = 1
+    half = lanes // 2
+    if half > 8 and rows < 32 * lanes * _FLIGHT:
+        turns = rows // (half * _FLIGHT)
+        if -(-threads // (_THREADS // half)) * (turns // 8) >= _WORKGROUPS // 4:
+            lanes, least = half, 8
     columns = 1
     while columns < min(threads, _THREADS // lanes):
         columns *= 2
@@ -260,7 +268,7 @@ def _strips(
     # Shares in whole turns of the loop, and equal if there is a way.
     turns = -(-rows // (lanes * flight))
     wanted = int(times * _WORKGROUPS / -(-threads // columns))
-    wanted = max(1, min(turns, wanted))
+    wanted = max(1, min(turns // least, wanted))
     even = [d for d in range(wanted, wanted // 2, -1) if turns % d == 0]
     shares = even[0] if even else wanted
     per = -(-turns // shares) * lanes * flight

@@ -72,13 +72,19 @@ class Tree:
                 self.w.shared.append(text)
         return self.arrays[key]
 
-    def reduce(self, values: Sequence[tuple[str, str, str]], depth: int) -> list[str]:
-        """Combine (monoid, dtype, value) of all lanes; every lane gets the results."""
+    def reduce(
+        self, values: Sequence[tuple[str, str, str]], depth: int, alone: bool = False
+    ) -> list[str]:
+        """Combine (monoid, dtype, value) of all lanes; every lane gets the results.
+
+        Args:
+            alone: the first lane of a segment is the only one that wants them.
+        """
         if self.width == 1:
             return [v for _, _, v in values]
         w = self.w
         if self.subgroups:
-            return self._by_subgroups(values, depth)
+            return self._by_subgroups(values, depth, alone)
         if self.dirty:
             w.line(
                 "workgroupBarrier();", depth
@@ -108,7 +114,7 @@ class Tree:
         return [w.let(f"{name}[{first}]", depth, "r") for name in names]
 
     def _by_subgroups(
-        self, values: Sequence[tuple[str, str, str]], depth: int
+        self, values: Sequence[tuple[str, str, str]], depth: int, alone: bool
     ) -> list[str]:
         """Each subgroup combines its lanes, then every subgroup combines the results.
 
@@ -133,9 +139,13 @@ class Tree:
             w.line(f"var {total} = {identity(w, monoid, dtype)};", depth)
             step = combine(monoid, total, f"{name}[q]", dtype)
             steps.append(f"{total} = {step};")
+        self.dirty = True
+        if alone:  # the other subgroups are done
+            loop = f"for (var q = 0u; q < sg_count; q++) {{ {' '.join(steps)} }}"
+            w.line(f"if (lane == 0u) {{ {loop} }}", depth)
+            return [w.let(total, depth, "r") for total in totals]
         loop = "var q = sg_lane; q < sg_count; q += sg_size"
         w.line(f"for ({loop}) {{ {' '.join(steps)} }}", depth)
-        self.dirty = True
         return [
             w.let(_subgroup(monoid, total, dtype), depth, "r")
             for (monoid, dtype, _), total in zip(values, totals, strict=True)

@@ -26,6 +26,7 @@ from .program import Kernel, Scratch
 from .reduction import NUMBERS_MAX, Tree, combine, horizontal, identity
 from .row_online import (
     ONLINE,
+    WRITTEN,
     Online,
     find_pairs,
     follows,
@@ -86,9 +87,14 @@ def choose(
         return _enough_groups(
             RowSchedule(width, size, chunks, groups), rows, n, phases, target
         )
-    # Two vec4s a lane fill the memory's pipe.
-    width = min(16, _power(n))
-    while width < most and n > width * 2:
+    # Two vec4s a lane fill the memory's pipe. With more phases, 1,024 lanes wait too
+    # long for each other, and lanes that have nothing are too many.
+    per = 2
+    if phases > 2 and not columns:
+        most = most if n > 2048 else min(most, 512)
+        per = 2 if n == _power(n) else 4
+    width = min(4, _power(n))
+    while width < most and n > width * per:
         width *= 2
     chunks = _power(-(-n // width)) if n <= width * 8 else 0
     size = max(1, 128 // width) if rows > 1 else 1
@@ -233,8 +239,13 @@ class RowText:
             target,
         )
         default = choose(*self.shape)
-        if self.pairs and target.family != "software" and self.n > ONLINE:
-            width = min(512, target.limits.max_invocations)
+        told = self._told() if target.family != "software" else {}
+        # Rows that are written as well are not read again as long as they fit.
+        written = len(told) == len(self.pairs) and any(map(self._wide, self.maps))
+        longest = WRITTEN if written and default.chunks else ONLINE
+        if self.pairs and target.family != "software" and self.n > longest:
+            width = 512 if self.vector is not None else 1024
+            width = min(width, target.limits.max_invocations)
             default = replace(default, width=width, rows=1, chunks=0)
         self.schedule = schedule or pick(
             target,
@@ -246,8 +257,7 @@ class RowText:
         self.walks: Walks | None = None
         self.told: dict[Member, Member] = {}  # the sum that tells of NaN → maximum
         if self.schedule.chunks:
-            if target.family != "software":
-                self.told = self._told()
+            self.told = told
             self.pairs = {}  # the row is in registers
         self.levels = self._levels()
         self.partials: dict[Member, Scratch] = {}
@@ -460,9 +470,15 @@ class RowText:
             dtype, monoid = m.body.dtype, self._monoid(m)
             v = w.let(horizontal(monoid, name, dtype), 1) if vector else name
             values.append((monoid, dtype, v))
-        results = self.tree.reduce(values, 1)
+        results = self.tree.reduce(values, 1, self._alone(reds))
         for (m, _, _), r in zip(accs, results, strict=True):
             self._reduced(m, r if r.startswith("r") else w.let(r, 1, "r"))
+
+    def _alone(self, reds: Sequence[Member]) -> bool:
+        """Whether only what is stored once a row reads the results."""
+        last = max(self.levels.values(), default=0)
+        wide = self.columns or any(self._wide(m) for m in self.maps)
+        return not wide and all(self.levels[m] == last for m in reds)
 
     def _monoid(self, m: Member) -> str:
         if m in self.told.values():
@@ -478,6 +494,8 @@ class RowText:
             again = max(self.levels.values(), default=0) + bool(self.maps) > 1
             if not gpu or not again or self.columns or self.schedule.rows > 1:
                 held = 0
+            if self.pairs and self.vector is None:
+                held = 0  # measured: too many values at once
             self.walks = Walks(
                 w,
                 n,

@@ -21,6 +21,8 @@ from .writer import Writer, spell, wgsl_type
 #: Positions (elements or vec4s) of a row from which GPUs read it in a loop, once for
 #: both, and do not hold it in registers.
 ONLINE = 1 << 12
+#: The same for rows that are written as well, where nothing asks each for NaN.
+WRITTEN = 1 << 13
 
 _LOG2E = "1.44269504"
 
