@@ -198,11 +198,14 @@ fn sd_div{V}(a: {F}, b: {F}) -> {F} {
 _helper(
     """
 fn sd_inverse{V}(b: f32) -> vec3<f32> {
-  let whole = ((bitcast<u32>(b) << 1u) - 1u) < 0xff000000u;
+  let bits = bitcast<u32>(b);
+  let whole = ((bits << 1u) - 1u) < 0xff000000u;
   let none = b == 0.0;
   let s = select(1.0, 0.25, abs(b) > 4.2535296e37);
-  let r = select(1.0 / select(b * s, 1.0, none), sd_signed{V}(sd_inf{V}(), b), none);
-  return vec3<f32>(s, r, select(sd_nan{V}(), 0.0, whole));
+  let endless = (bits & 0x80000000u) | 0x7f800000u;
+  let r = select(1.0 / select(b * s, 1.0, none), bitcast<f32>(endless), none);
+  let nan = 0x7fc00000u;
+  return vec3<f32>(s, r, select(bitcast<f32>(nan), 0.0, whole));
 }
 """
 )
