@@ -140,7 +140,7 @@ MUTATIONS = (
     Mutation(
         "loop iterations of rows are not counted",
         "codegen/budget.py",
-        "    return row_lanes(target) * max(1, target.loop_budget // (2 * _WALKS))\n",
+        "    return min(most, _POSITIONS)\n",
         "    return 1 << 40\n",
         ("tests/test_loop_budget.py", "-k", "small_budget and software"),
     ),

@@ -11,6 +11,8 @@ from .target import Target
 
 #: Walks of a row that one reduction of the longest kind leaves room for.
 _WALKS = 4
+#: Positions of a row, of which a loop may look some beyond the end, fit 32 bits.
+_POSITIONS = 1 << 30
 
 
 def row_lanes(target: Target) -> int:
@@ -21,7 +23,8 @@ def row_lanes(target: Target) -> int:
 
 def longest_row(target: Target) -> int:
     """Elements of a row that one reduction may walk."""
-    return row_lanes(target) * max(1, target.loop_budget // (2 * _WALKS))
+    most = row_lanes(target) * max(1, target.loop_budget // (2 * _WALKS))
+    return min(most, _POSITIONS)
 
 
 def longest_scan(target: Target) -> int:
