@@ -33,7 +33,7 @@ from shaderdsl.codegen.target import PORTABLE, Target
 from shaderdsl.ir import expr as E
 from shaderdsl.ir.stage import input_stage
 
-SMALL = MatrixShape(32, 64, 16, 1, 2, 1, panel=2)
+SMALL = MatrixShape(32, 64, 16, 1, 2)
 number = itertools.count()
 HALF = {"dtype": "float16"}
 

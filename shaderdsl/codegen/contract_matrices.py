@@ -39,7 +39,7 @@ class MatrixShape:
     m and n; ``lanes`` of them each, with matrices of ``rows`` rows and so on.
 
     So many matrices of each subgroup as ``laid`` are in workgroup memory at a time when
-    the sums are done; ``panel`` columns of tiles are walked down side by side.
+    the sums are done.
     """
 
     bm: int
@@ -48,7 +48,6 @@ class MatrixShape:
     down: int
     across: int
     laid: int = 1
-    panel: int = 0
     rows: int = 16
     columns: int = 16
     depth: int = 16
@@ -196,7 +195,7 @@ class Matrices(Tiled):
     def begin(self) -> None:
         w, s = self.w, self.shape
         self.seen = seen(self.c, s.bm, s.bn)
-        self.decode(s.bm if self.seen.grows else 0, s.panel)
+        self.decode(s.bm if self.seen.grows else 0)
         w.line(f"let m0 = tile_m * {s.bm}u;")
         w.line(f"let n0 = tile_n * {s.bn}u;")
         self.firsts, self.ends = self.seen.texts(self)

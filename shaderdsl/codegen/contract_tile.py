@@ -47,14 +47,12 @@ class Tile:
             w.extent(q for g in c.n for q in g),
         )
 
-    def decode(self, backwards: int = 0, panel: int = 0) -> None:
+    def decode(self, backwards: int = 0) -> None:
         """Names ``tile_n``, ``tile_m``, ``piece`` and the batch axes.
 
         Args:
             backwards: where later rows take longer, the rows of a tile: tiles then
                 come from the last rows on, those of all batches together.
-            panel: columns of tiles that are walked down side by side, so that tiles
-                which run together share what they read; 0 for all of them.
         """
         c, w = self.c, self.w
         w.line(f"let tile = {self.number or FLAT};")
@@ -75,14 +73,6 @@ class Tile:
             back = f"{tiles} - 1u - order / {runs}"
             w.line(f"let tile_m = order % {runs} * {tiles} + ({back});")
             batch = w.let(f"tile % {many}", 0, "b")
-        elif panel and panel < self.across:
-            w.line(f"let order = tile % ({across} * {down});")
-            w.line(f"let strip = order / ({panel}u * {down});")
-            w.line(f"let wide = min({panel}u, {across} - strip * {panel}u);")
-            w.line(f"let rest = order - strip * {panel}u * {down};")
-            w.line(f"let tile_n = strip * {panel}u + rest % wide;")
-            w.line("let tile_m = rest / wide;")
-            batch = w.let(f"tile / {across} / {down}", 0, "b")
         else:
             w.line(f"let tile_n = tile % {across};")
             w.line(f"let tile_m = tile / {across} % {down};")
