@@ -10,8 +10,11 @@ import numpy as np
 from shaderdsl.codegen.program import Binding, Program
 from shaderdsl.ir.stage import input_stage
 
-#: Every loop of a kernel begins a line of its text like this.
-LOOP = re.compile(r"\bfor \([^{\n]*\) \{|\bloop \{|\bwhile [^{\n]*\{")
+#: Every loop of a kernel begins like this. Those over a workgroup's subgroups, which
+#: only GPUs' kernels have, are as long as a workgroup is wide, whatever the sizes.
+LOOP = re.compile(
+    r"\bfor \((?![^{\n]*sg_count)[^{\n]*\) \{|\bloop \{|\bwhile [^{\n]*\{"
+)
 
 
 def counted(kernel, most):
