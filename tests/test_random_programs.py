@@ -171,6 +171,21 @@ FOUND = [
             outs=(3,),
         ),
     ),
+    # a sum in one pass whose only reader is a map that is a result
+    (
+        "portable",
+        Program(
+            60051,
+            ((2, 2), (2, 2, 2), (2, 1, 1)),
+            (
+                Step("matmul", (1, 0), (60896, 42221, 10582, 19002)),
+                Step("softmax", (3,), (14748, 39666, 20617, 9104)),
+                Step("view", (2,), (53305, 32582, 4271, 59766)),
+                Step("binary", (5, 4), (46252, 30446, 54015, 52312)),
+            ),
+            (6,),
+        ),
+    ),
     # divisors that are vec4s of an outer loop
     (
         "gpu",

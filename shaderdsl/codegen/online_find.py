@@ -229,7 +229,7 @@ def _find(
     readers: dict[Stage, list[Stage]] = {x: [] for x in products}
     stored: Stored = {s: {None} for s in outs}
     for s in order:
-        if s.kind == "reduce" and s.body is not None:
+        if s.body is not None and (s.kind == "reduce" or s in inner):
             for n in E.loads(inliner.body(s.body, s.space)):
                 stored.setdefault(n.data, set()).add(s)
         if s not in inner or s.body is None:
