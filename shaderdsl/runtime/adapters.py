@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 # Mesa prints an error for each adapter that is looked at while the variable is unset.
 os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
 
-# NVIDIA's driver keeps compiled kernels on disk, but for root only if it is asked to;
-# in containers that is who most programs run as.
-os.environ.setdefault("__GL_SHADER_DISK_CACHE", "1")
-
 library = chosen()
 
 #: Our names for wgpu's limits.
