@@ -34,9 +34,11 @@ def gpu():
 
 @pytest.mark.parametrize("many", [False, True])
 def test_an_interrupted_compile_leaves_nobody_waiting(gpu, monkeypatch, many):
-    """Ctrl-C in the middle, on one thread and on several; the next call compiles what
-    is missing.
+    """Ctrl-C while kernels are waited for, and what goes wrong in the thread that makes
+    one; the next call compiles what is missing.
     """
+    from shaderdsl.runtime import pipelines
+
     number = float(np.random.default_rng().uniform(2, 3))
     make, calls = type(gpu.pipelines)._make, []
 
@@ -55,7 +57,11 @@ def test_an_interrupted_compile_leaves_nobody_waiting(gpu, monkeypatch, many):
         more = [sd.sum(z, axis=0), sd.max(z, axis=1), sd.softmax(w, axis=1) @ z]
         return [y, sd.cumsum(y) * number, *more, sd.sum(sd.exp(z.T @ z), axis=0)]
 
+    def stopped(*args):
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(type(gpu.pipelines), "_make", interrupted)
+    monkeypatch.setattr(pipelines, "wait", stopped)
     with pytest.raises(KeyboardInterrupt):
         sd.compile(f)(X)
     monkeypatch.undo()

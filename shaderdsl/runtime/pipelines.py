@@ -107,7 +107,7 @@ class Pipelines:
                     if self._threads is None:
                         workers = min(MOST_THREADS, os.cpu_count() or 1)
                         self._threads = ThreadPoolExecutor(workers, "shaderdsl-compile")
-                    self._threads.submit(self._make, kernel, key, future)
+                    self._threads.submit(self._work, kernel, key, future)
                 futures.append(future)
         return futures
 
@@ -125,9 +125,16 @@ class Pipelines:
         access = tuple(binding.access for binding in kernel.bindings)
         return kernel.code, access, bool(kernel.params), kernel.in_range
 
-    def _make(self, kernel: Kernel, key: Key, future: Future[tuple[Any, Any]]) -> None:
+    def _work(self, kernel: Kernel, key: Key, future: Future[tuple[Any, Any]]) -> None:
+        """What a thread does for a kernel."""
         if not future.set_running_or_notify_cancel():
             return
+        try:
+            self._make(kernel, key, future)
+        except BaseException as error:  # Nobody may wait for what will not be made.
+            self._give_up(key, future, error)
+
+    def _make(self, kernel: Kernel, key: Key, future: Future[tuple[Any, Any]]) -> None:
         try:
             group_layout, layout = self._layout(key[1], key[2])
             module = self._module(kernel)
@@ -153,7 +160,7 @@ class Pipelines:
         return self._gpu.create_shader_module(label=kernel.name, code=code)
 
     def _give_up(
-        self, key: Key, future: Future[tuple[Any, Any]], error: Exception
+        self, key: Key, future: Future[tuple[Any, Any]], error: BaseException
     ) -> None:
         with self._lock:  # A later attempt may have a living device.
             self._made.pop(key, None)
