@@ -255,6 +255,22 @@ class Array:
         )
         return wait
 
+    # Copies of the slots would share memory, and nobody would know that they do.
+
+    def __copy__(self) -> Array:
+        return self  # as arrays never change
+
+    def __deepcopy__(self, memo: Any) -> Array:
+        """The same values in memory of their own, which donating this one leaves."""
+        if self.symbolic and not self._donated:
+            return self
+        new = Array.of_host(self.numpy(), self.dtype.name)
+        new.weak = self.weak
+        return new
+
+    def __reduce__(self) -> Any:
+        return Array.of_host, (self.numpy(), self.dtype.name)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         x = self.numpy()
         return x if dtype is None else x.astype(dtype, copy=False)

@@ -175,7 +175,7 @@ class Compiled:
             given: list[Array] = leaves
         else:
             made = g.made if g is not None else {}
-            arrays = [made[id(x)] if id(x) in made else as_leaf(x) for x in leaves]
+            arrays = [made[id(x)][0] if id(x) in made else as_leaf(x) for x in leaves]
             if any(a is not None and a.symbolic for a in arrays):
                 return self._call(arguments)
             key = (
@@ -203,9 +203,9 @@ class Compiled:
             b if (b := a._buffer) is not None and b.device is device else a.buffer()
             for a in given
         ]
-        for k in donated:
-            given[k].donate()
         try:
+            for k in donated:
+                given[k].donate()
             results = plan.launch(buffers, {})
         except BaseException:
             # Nothing is taken by a call that failed before it began.
@@ -248,18 +248,25 @@ class Compiled:
                 at += count
         else:
             memory += [None] * link.captured
-            for k in given:
-                g.others[k].donate()
+            begun = functools.partial(self._begun, g, taken, given)
+            again = known.plan.executable.again
             try:
-                found = known.plan.executable.again(link.replay, memory, {})
+                for k in given:
+                    g.others[k].donate()
+                found = again(link.replay, memory, {}, begun)
             except BaseException:
                 self._restore(g, taken, given)
                 raise
             if found is not None:
-                consume_all(g.buffers, given)
                 return True, self._results(traced, found)
         self._restore(g, taken, given)
         return False, None
+
+    @staticmethod
+    def _begun(g: handed.Given, taken: Any, given: list[int]) -> None:
+        """Nothing can be restored from here on."""
+        taken.clear()
+        consume_all(g.buffers, given)
 
     @staticmethod
     def _restore(g: handed.Given, taken: Any, given: list[int]) -> None:

@@ -125,7 +125,7 @@ class Given:
         items: for each argument a `Handed`, the list of leaves of a module that never
             changes, or the number of its leaves among the others.
         others, buffers, memory: leaves of all other arguments.
-        made: arrays that were made of leaves that were none, by the leaf's id.
+        made: arrays that were made of leaves that were none, with the leaf, by its id.
     """
 
     key: Any
@@ -133,7 +133,7 @@ class Given:
     others: list[Array]
     buffers: list[Buffer]
     memory: list[Allocation]
-    made: dict[int, Array]
+    made: dict[int, tuple[Array, Any]]
 
 
 def given(args: Sequence[Any], device: Any) -> Given | None:
@@ -163,7 +163,7 @@ def given(args: Sequence[Any], device: Any) -> Given | None:
             parts.append(serial)
         items.append(leaves)
     numbers: tuple[int, ...] = ()
-    made: dict[int, Array] = {}
+    made: dict[int, tuple[Array, Any]] = {}
     if others and set(map(type, others)) != _ARRAYS:
         numbers = tuple([k for k, x in enumerate(others) if is_number(x)])
         for k, x in enumerate(others):
@@ -171,7 +171,8 @@ def given(args: Sequence[Any], device: Any) -> Given | None:
                 a = as_leaf(x)
                 if a is None:  # known while tracing, and not looked at here
                     return None
-                others[k] = made[id(x)] = a
+                others[k] = a
+                made[id(x)] = a, x  # an id lasts as long as its object
     buffers = []
     for a in others:
         b = a._buffer

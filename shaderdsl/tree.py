@@ -143,6 +143,13 @@ def kept(x: Any) -> tuple[Any, Structure, int] | None:
     return found
 
 
+def attributes(x: Any) -> dict[str, Any]:
+    """An object's attributes without what is kept with it, which names that object
+    alone.
+    """
+    return {name: value for name, value in x.__dict__.items() if name != _KEPT}
+
+
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
     """The pytree of this structure with these leaves."""
     return _build(structure, iter(leaves))

@@ -1,7 +1,9 @@
 """Results that go from call to call as memory: nobody can tell."""
 
 import copy
+import dataclasses
 import gc
+import pickle
 import threading
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 import shaderdsl as sd
 from shaderdsl import errors, function, handed, tree
+from shaderdsl.runtime.adapters import library
 from shaderdsl.runtime.executable import WgpuExecutable
 
 
@@ -286,3 +289,130 @@ def test_threads_do_not_share_what_is_given_away(repeats):
         assert len(got) == len(failed) == 1
         model, speed, value = got[0]
         assert np.isfinite(float(value))
+
+
+def again(x):
+    return pickle.loads(pickle.dumps(x))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, again])
+def test_copies_are_memory_of_their_own(repeats, plain, copied):
+    held = []
+
+    def between(k, model, speed):
+        if k in (7, 11):
+            new = copied((model, speed))
+            held.append((new, [a.numpy() for a in tree.leaves((model, speed))]))
+        if k == 9:
+            return copied(model), copied(speed)  # and the loop goes on with them
+        return model, speed
+
+    assert loop(16, between) == plain
+    assert any(repeats)
+    for new, values in held:  # the loop was given what they are copies of
+        for a, x in zip(tree.leaves(new), values, strict=True):
+            np.testing.assert_array_equal(a.numpy(), x)
+
+
+def test_a_copy_is_not_known_by_the_number_of_its_original(repeats):
+    """Else another process's module could be taken for one that stays here."""
+    step = sd.compile(train, donate=("net", "speed"))
+    x = sd.asarray(np.ones((4, 6), np.float32))
+    model, speed = net(), tree.map(lambda x: x * 0.0, net())
+    base = Frozen(sd.asarray(np.ones((4, 6), np.float32)))
+    for _ in range(6):
+        model, speed, _ = step(model, speed, base, x)
+    assert any(repeats)
+    for new in (copy.copy(base), copy.deepcopy(base), again(base)):
+        assert tree.kept(new) is None
+        assert tree.kept(tree.map(lambda a: a, new))[2] != tree.kept(base)[2]
+    assert dataclasses.asdict(speed)["first"].shape == (6, 6)
+
+
+class Rates:
+    """What it flattens to is made anew each time."""
+
+    def __init__(self, first, second):
+        self.first, self.second = first, second
+
+
+tree.register(
+    Rates,
+    lambda r: ([r.first * 1.5, r.second * 1.5], None),
+    lambda key, parts: Rates(*parts),
+)
+
+
+def test_numbers_that_exist_for_a_moment(repeats):
+    f = sd.compile(
+        lambda base, s, t, last: (
+            base.table * 1000
+            + s.first * 100
+            + s.second * 10
+            + t.first
+            + t.second
+            + last
+        )
+    )
+    base = Frozen(sd.asarray(np.ones((2, 2), np.float32)))
+    for k in range(6):
+        got = f(base, Rates(1.0 + k, 2.0), Rates(3.0, 4.0 + k), 7.0)
+        want = 1000 + 1.5 * (100 * (1 + k) + 20 + 3 + 4 + k) + 7
+        np.testing.assert_array_equal(got.numpy(), np.full((2, 2), want))
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("warm", [0, 9])
+def test_an_interrupted_call_gives_nothing_back_that_it_overwrites(
+    repeats, device, monkeypatch, warm
+):
+    """Arrays never change: what may be overwritten is gone, else nothing is taken."""
+    step = sd.compile(train, donate=("net", "speed"))
+    base = Frozen(sd.asarray(np.ones((4, 6), np.float32)))
+    x = sd.asarray(np.ones((4, 6), np.float32))
+
+    def begun():
+        model, speed = net(), tree.map(lambda x: x * 0.0, net())
+        for _ in range(warm):
+            model, speed, _ = step(model, speed, base, x)
+        return model, speed
+
+    def values(*trees):
+        return [a.numpy().tobytes() for a in tree.leaves(trees)]
+
+    want, following = values(*begun()), values(*step(*begun(), base, x))
+
+    def waited(gpu, index):
+        raise Interrupted
+
+    model, speed = begun()
+    with monkeypatch.context() as m:  # while earlier calls are waited for
+        m.setattr(library, "wait", waited)
+        m.setattr("shaderdsl.runtime.wgpu_device.MAX_IN_FLIGHT", 0)
+        device._in_flight.append(0)
+        for _ in range(2):
+            with pytest.raises(Interrupted):
+                step(model, speed, base, x)
+            device._in_flight.append(0)
+    device._in_flight.clear()
+    if not warm:
+        assert values(model, speed) == want
+    assert values(*step(model, speed, base, x)) == following
+
+    def launched(queue, commands, submit=library.submit):
+        submit(queue, commands)
+        raise Interrupted
+
+    model, speed = begun()
+    with monkeypatch.context() as m:  # just after the launch
+        m.setattr(library, "submit", launched)
+        with pytest.raises(Interrupted):
+            step(model, speed, base, x)
+    assert bool(warm) == any(repeats)
+    for a in (model.first, speed.second):
+        with pytest.raises(errors.DonatedError):
+            a.numpy()
+    assert values(*step(*begun(), base, x)) == following

@@ -128,6 +128,12 @@ class Module:
             )
         return tree.unflatten(tree.flatten(self)[1], [new[k] for k in own])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles begin with."""
+        for f in dataclasses.fields(self):  # type: ignore[arg-type]
+            getattr(self, f.name)  # which fills a module that began without them
+        return tree.attributes(self)
+
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__}("]
         for f in dataclasses.fields(self):  # type: ignore[arg-type]

@@ -58,13 +58,18 @@ class Executable(abc.ABC):
         return self(inputs, scalars)
 
     def again(
-        self, replay: Replay, memory: list[Any], scalars: Mapping[str, float]
+        self,
+        replay: Replay,
+        memory: list[Any],
+        scalars: Mapping[str, float],
+        begun: Callable[[], None],
     ) -> Outcome | None:
         """A call in the memory of an earlier one; None if it is not known any more.
 
         Args:
             memory: of each input; None for those that are not donated.  What of it is
                 donated belongs to the results.
+            begun: called when that memory is about to be overwritten.
         """
         return None
 

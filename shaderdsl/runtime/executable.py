@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -133,7 +133,11 @@ class WgpuExecutable(Executable):
             raise device.translate(error, "a launch") from error
 
     def again(
-        self, replay: Replay, memory: list[Any], scalars: Mapping[str, float]
+        self,
+        replay: Replay,
+        memory: list[Any],
+        scalars: Mapping[str, float],
+        begun: Callable[[], None],
     ) -> Outcome | None:
         device = self.device
         device.check()
@@ -144,7 +148,7 @@ class WgpuExecutable(Executable):
             encoded = replay.encoded.get(self._acquired(bundle, fresh))
             if encoded is None:
                 return None
-            return self._outcome(replay, encoded, memory + fresh, words)
+            return self._outcome(replay, encoded, memory + fresh, words, begun)
         except wgpu.GPUError as error:
             raise device.translate(error, "a launch") from error
         finally:
@@ -193,11 +197,11 @@ class WgpuExecutable(Executable):
             shared, divided = [a.shared for a in held], [a.parts for a in held]
             key = tuple([b.key for b in inputs])
             encoded = self._encode(self._bind(plan, memory))
+            results = self._results(plan, inputs, memory, donated)
             # Noted while the temporaries are held: they count.
-            self._note(self._run(encoded, words, copies))
+            self._note(self._run(encoded, words, copies, self._taker(inputs)))
         finally:
             pool.give_back(self._owner, bundle)
-        results = self._results(plan, inputs, memory, donated)
         parts = self._note_parts(plan, results, memory, len(inputs), donated)
         if not copies:
             number = {a.serial: k for k, a in enumerate([*held, *fresh])}
@@ -220,7 +224,6 @@ class WgpuExecutable(Executable):
             replay.encoded[self._acquired(bundle, fresh)] = encoded
             with self._lock:
                 self._replays.add(key, replay)
-        consume_all(inputs, self._given)
         return results
 
     def _again(
@@ -244,25 +247,34 @@ class WgpuExecutable(Executable):
                 if len(replay.encoded) > KEEP:
                     replay.encoded.popitem(last=False)
         held += fresh
+        begun = self._taker(inputs)
         if replay.results is not None:
-            outcome = self._outcome(replay, encoded, held, words)
-            consume_all(inputs, self._given)
-            return outcome
-        self._note(self._run(encoded, words, []))
+            return self._outcome(replay, encoded, held, words, begun)
         memory = replay.memory(inputs, bundle, fresh)
         results = self._results(replay.plan, inputs, memory, replay.donated)
+        self._note(self._run(encoded, words, [], begun))
         for number, parts in replay.parts:
             held[number].parts = parts
-        consume_all(inputs, self._given)
         return results
 
     def _outcome(
-        self, replay: Replay, encoded: Encoded, memory: list[Any], words: bytes
+        self,
+        replay: Replay,
+        encoded: Encoded,
+        memory: list[Any],
+        words: bytes,
+        begun: Callable[[], None],
     ) -> Outcome:
-        self._note(self._run(encoded, words, []))
+        self._note(self._run(encoded, words, [], begun))
         for number, parts in replay.parts:
             memory[number].parts = parts
         return Outcome(self.device, memory, replay, encoded)
+
+    def _taker(self, inputs: Sequence[Buffer]) -> Callable[[], None]:
+        """What takes the donated inputs: called when their memory is about to be
+        overwritten, so that nobody has it whatever happens from then on.
+        """
+        return partial(consume_all, inputs, self._given)
 
     @staticmethod
     def _acquired(bundle: Bundle, fresh: Sequence[Allocation]) -> tuple[int, ...]:
@@ -352,10 +364,19 @@ class WgpuExecutable(Executable):
         )
 
     def _run(
-        self, encoded: Encoded, words: bytes, copies: list[Copy]
+        self,
+        encoded: Encoded,
+        words: bytes,
+        copies: list[Copy],
+        begun: Callable[[], None],
     ) -> list[float] | None:
-        """Launch; returns each step's device time in seconds if that was asked for."""
+        """Launch; returns each step's device time in seconds if that was asked for.
+
+        Args:
+            begun: called when nothing can be taken back any more.
+        """
         if not self._steps:
+            begun()
             return None
         groups = encoded.groups
         if profiling.wants_timestamps() and self.device.target.features.timestamps:
@@ -363,19 +384,21 @@ class WgpuExecutable(Executable):
             repeats = profiling.wanted_repeats()
             if repeats:
                 times = 1 if self.program.donated else repeats
-                (whole,) = self._run_timed([every * times], words, copies)
+                (whole,) = self._run_timed([every * times], words, copies, begun)
                 return [whole / times]
             seconds: list[float] = []
             for start in range(0, len(groups), MAX_QUERIES // 2):
                 passes = [[one] for one in every[start : start + MAX_QUERIES // 2]]
-                seconds += self._run_timed(passes, words, copies)
+                seconds += self._run_timed(passes, words, copies, begun)
                 copies = []
             return seconds
-        self._submit(encode(self.device.gpu, encoded.steps, _moves(copies)), words)
+        commands = encode(self.device.gpu, encoded.steps, _moves(copies))
+        self._submit(commands, words, begun)
         return None
 
-    def _submit(self, commands: Any, words: bytes) -> None:
+    def _submit(self, commands: Any, words: bytes, begun: Callable[[], None]) -> None:
         def write() -> None:
+            begun()
             # The last call's words are still there if nothing changed.
             if words != self._written:
                 self.device.queue.write_buffer(self._uniform, 0, words)
@@ -384,7 +407,11 @@ class WgpuExecutable(Executable):
         self.device.submit([commands], before=write)
 
     def _run_timed(
-        self, passes: list[list[tuple[_Step, Any]]], words: bytes, copies: list[Copy]
+        self,
+        passes: list[list[tuple[_Step, Any]]],
+        words: bytes,
+        copies: list[Copy],
+        begun: Callable[[], None],
     ) -> list[float]:
         """Passes of steps with their groups, each between two timestamps; waits for the
         end and gives their times in seconds.
@@ -412,7 +439,7 @@ class WgpuExecutable(Executable):
                 compute.dispatch_workgroups(*step.kernel.workgroups)
             compute.end()
         encoder.resolve_query_set(queries, 0, count, ticks, 0)
-        self._submit(encoder.finish(), words)
+        self._submit(encoder.finish(), words, begun)
         raw = np.empty(count, np.uint64)
         self.device.read(ticks, 0, raw.view(np.uint8))
         spent = (raw[1::2] - raw[::2]).astype(np.float64)

@@ -251,22 +251,23 @@ class WgpuDevice(Device):
         """Submit command buffers; returns the number to wait for.
 
         Args:
-            before: called when no other thread can submit, to write what the commands
-                need; the queue orders such writes after all earlier submissions.
+            before: called when no other thread can submit and nothing is waited for
+                any more, to write what the commands need; the queue orders such writes
+                after all earlier submissions.
         """
         with self.submit_lock:
             self.check()
+            if len(self._in_flight) >= MAX_IN_FLIGHT:
+                # Wait for half of them, then run ahead again. Who is interrupted here,
+                # where loops spend their time, has not begun this one.
+                while len(self._in_flight) > MAX_IN_FLIGHT // 2:
+                    oldest = self._in_flight.popleft()
+                # Under the lock, so that the device cannot be destroyed meanwhile.
+                library.wait(self.gpu, oldest)
             if before is not None:
                 before()
             last = library.submit(self.queue, commands)
             self._in_flight.append(last)
-            if len(self._in_flight) <= MAX_IN_FLIGHT:
-                return last
-            # Wait for half of them, then run ahead again.
-            while len(self._in_flight) > MAX_IN_FLIGHT // 2:
-                oldest = self._in_flight.popleft()
-            # Still under the lock, so that the device cannot be destroyed meanwhile.
-            library.wait(self.gpu, oldest)
             return last
 
     def translate(self, error: Exception, doing: str, nbytes: int = 0) -> ShaderError:
