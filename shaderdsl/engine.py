@@ -48,6 +48,11 @@ before_planning: (
 ) = None
 
 
+def watched() -> bool:
+    """Whether ``SHADERDSL_DEBUG=nan`` asks for a look at every call's results."""
+    return "nan" in os.environ.get("SHADERDSL_DEBUG", "")
+
+
 def _tuner() -> Any:
     if before_planning is None and os.environ.get("SHADERDSL_TUNE") == "1":
         from .tuner import default_search
@@ -101,7 +106,7 @@ class Plan:
     def launch(self, buffers: Sequence[Any], scalars: dict[str, Any]) -> Any:
         """Results as a list of buffers, or as memory that may have none yet."""
         given = [*buffers, *(a.buffer() for a in self.captured)]
-        if "nan" not in os.environ.get("SHADERDSL_DEBUG", ""):
+        if not watched():
             return self.executable.launch(given, scalars)
         result: list[Any] = self.executable(given, scalars)
         from . import finite
@@ -118,7 +123,7 @@ def plan_for(
     donated: frozenset[int] = frozenset(),
 ) -> Plan:
     """The plan of a graph on the current device, made once."""
-    if "nan" in os.environ.get("SHADERDSL_DEBUG", ""):
+    if watched():
         donated = frozenset()  # a call that is looked at must leave its inputs
     key = (id(current_device()), tuple(outs), tuple(inputs), donated)
     with lock:

@@ -343,6 +343,24 @@ tree.register(
 )
 
 
+def test_looking_for_infinities_may_begin_at_any_time(repeats, monkeypatch):
+    def grow(base, by):
+        return Frozen(base.table * by), sd.max(base.table)
+
+    step, by = sd.compile(grow, donate="base"), sd.asarray(np.float32(100))
+    base = Frozen(sd.asarray(np.ones((2, 2), np.float32)))
+    for _ in range(8):
+        base, _ = step(base, by)
+    assert any(repeats)
+    monkeypatch.setenv("SHADERDSL_DEBUG", "nan")
+    with pytest.raises(errors.NotFiniteError, match="mul"):
+        for _ in range(16):  # 100 to the 20th is more than f32 has
+            base, _ = step(base, by)
+    assert np.isfinite(base.table.numpy()).all()  # it was not overwritten
+    monkeypatch.delenv("SHADERDSL_DEBUG")
+    assert not np.isfinite(step(base, by)[0].table.numpy()).any()
+
+
 def test_numbers_that_exist_for_a_moment(repeats):
     f = sd.compile(
         lambda base, s, t, last: (
