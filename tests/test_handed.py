@@ -434,3 +434,27 @@ def test_an_interrupted_call_gives_nothing_back_that_it_overwrites(
         with pytest.raises(errors.DonatedError):
             a.numpy()
     assert values(*step(*begun(), base, x)) == following
+
+
+def test_a_cache_is_as_it_was_after_a_refused_call():
+    sd.use_device("cpu")
+    config = sd.nn.TransformerConfig(
+        vocab_size=11, hidden_size=8, num_layers=1, num_heads=2, ffn_size=8
+    )
+    model = sd.nn.Transformer.init(config, seed=0)
+    good, bad = np.arange(8, dtype=np.int32).reshape(2, 4), np.full((2, 3), 99)
+
+    def run(refused, begun):
+        cache = model.new_cache(2, 64)
+        zeros = np.zeros((2, 4), np.int32)
+        if begun:
+            cache.run(model, good, documents=zeros)
+        if refused:
+            more = {"documents": np.ones((2, 3), np.int32)} if begun else {}
+            padding = None if begun else [2, 0]
+            with pytest.raises(errors.IndexRangeError):
+                cache.run(model, bad, padding=padding, **more)
+        return cache.run(model, good, documents=zeros if begun else None).numpy()
+
+    for begun in (False, True):
+        np.testing.assert_array_equal(run(True, begun), run(False, begun))

@@ -180,6 +180,8 @@ class KVCache:
         self.check_room(model, count)
         if padding is not None:
             self._pad(padding, count)
+        elif not self.length and self._padding.any():  # a call that failed left it
+            self._place(np.zeros(self.batch, np.int32))
         host = np.asarray(a).reshape(batch, count)
         marks = self._mark(count, documents)
         # Pieces are written into one array, which takes the same texts for any number.
@@ -286,6 +288,8 @@ class KVCache:
         known, length = self._documents, self.length
         if documents is None and known is None:
             return lambda at, n: None
+        if known is not None:
+            known = known[:, :length]  # a call that failed left more
         if known is None:
             row = np.arange(length)
             known = np.where(row < self._padding[:, None], -1, 0).astype(np.int32)
