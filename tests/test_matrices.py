@@ -22,7 +22,7 @@ import shaderdsl as sd
 from shaderdsl.codegen import lower as lowering
 from shaderdsl.codegen import online_matrices, texts
 from shaderdsl.codegen.choice import Survey
-from shaderdsl.codegen.contract import matrix_kernels
+from shaderdsl.codegen.contract import tiled_kernels
 from shaderdsl.codegen.contract_matrices import MatrixShape, has_matrices, is_half
 from shaderdsl.codegen.contract_matrix_shapes import MATRIX_SHAPES, choose_matrices
 from shaderdsl.codegen.contract_plan import analyse
@@ -97,7 +97,7 @@ def matrices_of(shape, splits=1):
     def schedule(group, target):
         c = analyse(group, target)
         assert has_matrices(c)
-        return [emulated(k) for k in matrix_kernels(c, shape, splits)]
+        return [emulated(k) for k in tiled_kernels(c, shape, splits)]
 
     return schedule
 

@@ -30,30 +30,24 @@ def contract_kernels(group: Group, target: Target) -> list[Kernel]:
         return register_kernels(c, cut.block, cut.splits)
     # Half of the budget, for loops that a driver may add.
     longest = min(_LONGEST, target.loop_budget // 2)
-    tiles = choose_matrices([c], longest)
-    if tiles is not None:
-        return matrix_kernels(c, *tiles)
-    return tiled_kernels(c, *choose_shape([c], longest))
+    tiles = choose_matrices([c], longest) or choose_shape([c], longest)
+    return tiled_kernels(c, *tiles)
 
 
-def tiled_kernels(c: Contraction, shape: Shape, splits: int) -> list[Kernel]:
-    """Tiles in workgroup memory."""
+def tiled_kernels(
+    c: Contraction, shape: Shape | MatrixShape, splits: int
+) -> list[Kernel]:
+    """Tiles in workgroup memory; of matrices that subgroups multiply, if the shape is
+    one of these.
+    """
     name = kernel_name(c.group)
     splits = no_empty(max(-(-p.extent // shape.bk) for p in c.passes), splits)
-    if splits == 1:
-        return [tiled(c, name, shape)]
-    pieces = pieces_of(c, splits)
-    return in_pieces(c, tiled(c, name, shape, splits, pieces), pieces)
-
-
-def matrix_kernels(c: Contraction, shape: MatrixShape, splits: int) -> list[Kernel]:
-    """Matrices that subgroups multiply."""
-    name = kernel_name(c.group)
-    splits = no_empty(max(-(-p.extent // shape.bk) for p in c.passes), splits)
-    if splits == 1:
-        return [matrices(c, name, shape)]
-    pieces = pieces_of(c, splits)
-    return in_pieces(c, matrices(c, name, shape, splits, pieces), pieces)
+    pieces = pieces_of(c, splits) if splits > 1 else None
+    if isinstance(shape, MatrixShape):
+        first = matrices(c, name, shape, splits, pieces)
+    else:
+        first = tiled(c, name, shape, splits, pieces)
+    return [first] if pieces is None else in_pieces(c, first, pieces)
 
 
 def register_kernels(c: Contraction, block: Block, splits: int = 0) -> list[Kernel]:

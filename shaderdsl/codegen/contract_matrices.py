@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..ir import expr as E
-from .contract_plan import Contraction, Factor, Pass, plain_tensors
+from .contract_plan import Contraction, Factor, Pass
 from .contract_seen import seen
 from .contract_split import Pieces
 from .contract_tile import XYZW, Tile, plus
-from .contract_tiled import Share, Tiled
+from .contract_tiled import Share, Tiled, print_tile
 from .program import Kernel
-from .schedule import BUILTINS, finish, fold
+from .schedule import BUILTINS
 from .writer import WIDTH, Writer, contiguous, indent
 
 #: Elements between rows of a chunk that keep them on different banks.
@@ -133,13 +133,9 @@ def matrices(
     pieces: Pieces | None = None,
 ) -> Kernel:
     """Print the kernel. With ``splits`` the sums over pieces of k go to memory."""
-    w = Writer(c.group.space, c.target)
-    plain_tensors(c, w, epilogue=pieces is None)
-    tile = Matrices(c, w, shape, splits)
-    lines = tile.lines(pieces)
-    w.shared += declare_matrices(tile.memory())
-    grid = fold(tile.count, c.target)
-    kernel = finish(c.group, w, c.layout, lines, name, "contract", shape.size, grid)
+    kernel = print_tile(
+        c, name, lambda w: Matrices(c, w, shape, splits), declare_matrices, pieces
+    )
     return with_matrices(kernel)
 
 

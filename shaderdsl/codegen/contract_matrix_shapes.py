@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .choice import pick
 from .contract_matrices import MatrixShape, has_matrices
 from .contract_plan import Contraction
-from .contract_shapes import workgroups
+from .contract_shapes import pieces_of_k, workgroups
 
 #: From large to small, with a guess of the share of the best speed that each reaches on
 #: a large product.
@@ -63,10 +63,7 @@ def _tilings(cs: Sequence[Contraction], k: int, longest: int) -> Iterator[Matrix
     for shape, _ in MATRIX_SHAPES:
         if not all(shape.fits(c) for c in cs):
             continue
-        needed = math.ceil(k / longest)
-        for splits in (needed, *(s for s in (2, 4, 8, 16, 32) if s > needed)):
-            if splits != needed and math.ceil(k / splits) < 8 * shape.bk:
-                break
+        for splits in pieces_of_k(k, longest, shape.bk, (2, 4, 8, 16, 32)):
             yield MatrixTiling(shape, splits)
 
 

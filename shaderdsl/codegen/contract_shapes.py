@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -123,11 +123,23 @@ def tilings(cs: Sequence[Contraction], longest: int) -> Iterator[Tiling]:
         if cs[0].target.family == "cpu":  # NumPy has no threads to keep busy
             yield Tiling(shape, 1)
             continue
-        needed = math.ceil(k / longest)
-        for splits in (needed, *(s for s in _SPLITS if s > needed)):
-            if splits != needed and math.ceil(k / splits) < 8 * shape.bk:
-                break
+        for splits in pieces_of_k(k, longest, shape.bk, _SPLITS):
             yield Tiling(shape, splits)
+
+
+def pieces_of_k(
+    k: int, longest: int, step: int, counts: Iterable[int]
+) -> Iterator[int]:
+    """As few pieces as may be, then those of ``counts`` that are not tiny: below eight
+    steps of a loop.
+    """
+    needed = math.ceil(k / longest)
+    yield needed
+    for splits in counts:
+        if splits > needed:
+            if math.ceil(k / splits) < 8 * step:
+                return
+            yield splits
 
 
 def tiling_cost(cs: Sequence[Contraction], t: Tiling) -> float:

@@ -8,6 +8,7 @@ so that their reads of workgroup memory meet few banks twice.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..ir import expr as E
@@ -29,21 +30,24 @@ def tiled(
     pieces: Pieces | None = None,
 ) -> Kernel:
     """Print the kernel. With ``splits`` the sums over pieces of k go to memory."""
+    return print_tile(c, name, lambda w: Tiled(c, w, shape, splits), declare, pieces)
+
+
+def print_tile(
+    c: Contraction,
+    name: str,
+    make: Callable[[Writer], Tiled],
+    declare: Callable[[dict[str, int]], list[str]],
+    pieces: Pieces | None,
+) -> Kernel:
+    """The kernel of a tile that a writer makes."""
     w = Writer(c.group.space, c.target)
     plain_tensors(c, w, epilogue=pieces is None)
-    tile = Tiled(c, w, shape, splits)
+    tile = make(w)
     lines = tile.lines(pieces)
     w.shared += declare(tile.memory())
-    return finish(
-        c.group,
-        w,
-        c.layout,
-        lines,
-        name,
-        "contract",
-        shape.size,
-        fold(tile.count, c.target),
-    )
+    size, grid = tile.shape.size, fold(tile.count, c.target)
+    return finish(c.group, w, c.layout, lines, name, "contract", size, grid)
 
 
 def declare(arrays: dict[str, int]) -> list[str]:
