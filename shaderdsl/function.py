@@ -311,7 +311,9 @@ def compile(
     It is traced once for each signature (structure, shapes, dtypes, values of bools and
     strings). Python numbers are runtime values: another number compiles nothing.
     Those that must be known while tracing (a count of loops) come by a default that the
-    call leaves alone: ``sd.compile(functools.partial(f, n=3))``.
+    call leaves alone: ``sd.compile(functools.partial(f, n=3))``. What the function
+    reads from elsewhere (variables that it closes over, globals) is taken as it was
+    when a signature was first met: what changes comes as an argument.
 
     Args:
         donate: names of parameters whose arrays may be overwritten; they cannot be used
