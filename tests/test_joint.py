@@ -231,7 +231,7 @@ def gate_up_with_a_stored_gate(x, g, u):
 def a_stored_map_of_two_sums(x, g, u):
     gate, up = sd.sum(x * g, over="d"), sd.sum(x * u, over="d")
     both = (sd.silu(gate) * up).store()
-    return sd.exp(-both * both), gate
+    return sd.exp(-0.01 * both * both), gate
 
 
 @pytest.mark.parametrize("kind", KINDS)

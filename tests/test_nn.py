@@ -116,10 +116,10 @@ def test_own_modules(cpu):
 def test_parameters_go_out_and_in_again(cpu, tmp_path):
     layer = nn.Linear(array(normal(3, 2)), array(normal(3)).astype("f16"))
     np.savez(tmp_path / "layer.npz", **layer.parameters())
-    stored = np.load(tmp_path / "layer.npz")
-    again = nn.Linear(sd.zeros((3, 2)), sd.zeros(3).astype("f16")).with_parameters(
-        {k: v.astype(np.float32) for k, v in stored.items()}
-    )
+    with np.load(tmp_path / "layer.npz") as stored:
+        values = {k: v.astype(np.float32) for k, v in stored.items()}
+    again = nn.Linear(sd.zeros((3, 2)), sd.zeros(3).astype("f16"))
+    again = again.with_parameters(values)
     for name, x in layer.parameters().items():
         got = again.parameters()[name]
         assert got.dtype == x.dtype
