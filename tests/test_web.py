@@ -242,6 +242,8 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[1],
+        # What runs in the background of a shell ignores interrupts, and so would this.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         line = next(line for line in process.stdout if line.startswith("open http"))

@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import functools
 import http.server
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,12 +91,5 @@ def serve(folder: Path, port: int) -> None:
     """Serves a folder to this machine alone, until Ctrl-C."""
     handler = functools.partial(_Handler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
-        # The main thread only waits: an interrupt that comes while some finalizer runs
-        # would be lost with it.
-        loop = threading.Thread(target=server.serve_forever, daemon=True)
-        loop.start()
         print(f"open http://localhost:{server.server_port}/ (Ctrl-C ends)", flush=True)
-        try:
-            loop.join()
-        finally:
-            server.shutdown()
+        server.serve_forever()
