@@ -217,6 +217,8 @@ def test_bools():
 @given(st.data())
 def test_statistics(name, data):
     a = data.draw(arrays(min_dims=1, min_side=1))
+    if name == "prod":  # beyond f32 the order decides: 0 · 16³³ is 0 or NaN
+        a = a / np.float32(8)
     axes = [None, *range(-a.ndim, a.ndim), tuple(range(a.ndim))]
     axis = data.draw(st.sampled_from(axes))
     keep = data.draw(st.booleans())
