@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import judges
 import pytest
 
 import shaderdsl as sd
+from shaderdsl import engine
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,6 +62,21 @@ def wgpu():
         pytest.skip("no adapter")
     yield sd.use_device("wgpu")
     sd.use_device("cpu")
+
+
+@pytest.fixture
+def retarget(wgpu):
+    """Plan for another target on the same device."""
+    device = wgpu
+    before = device.target
+
+    def change(**options):
+        device.target = dataclasses.replace(device.target, **options)
+        engine._plans.clear()
+
+    yield change
+    device.target = before
+    engine._plans.clear()
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from shaderdsl.codegen import (
 from shaderdsl.codegen.online_stream_shape import Stream
 from shaderdsl.codegen.target import Features, Limits
 from shaderdsl.ir import differentiate, interpret
-from shaderdsl.runtime import current
 from shaderdsl.tracing import Traced
 
 RTOL, ATOL = 1e-4, 1e-5
@@ -92,21 +91,6 @@ def check(f, *args, rtol=RTOL, atol=2e-5):
 
 def archetypes(f, *args, **options):
     return [k.archetype for k in sd.lower(f, *args, **options).kernels]
-
-
-@pytest.fixture
-def retarget(wgpu):
-    """Plan for another target on the same device."""
-    device = current()
-    before = device.target
-
-    def change(**options):
-        device.target = dataclasses.replace(device.target, **options)
-        engine._plans.clear()
-
-    yield change
-    device.target = before
-    engine._plans.clear()
 
 
 # ------------------------------------------------------------------ values of torch

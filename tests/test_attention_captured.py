@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from test_attention import check, heads, make, retarget  # noqa: F401
+from test_attention import check, heads, make
 
 import shaderdsl as sd
 from shaderdsl import ops
@@ -218,7 +218,7 @@ def test_the_same_from_run_to_run(wgpu):
     assert (runs[0] == runs[1]).all() and (runs[0] == runs[2]).all()
 
 
-def test_on_gpus(retarget, monkeypatch):  # noqa: F811
+def test_on_gpus(retarget, monkeypatch):
     """Sums of 128 lanes and the tiled schedules beside them."""
     monkeypatch.setattr(online_shape, "SHAPES", ((16, 16, 4, 4),))
     retarget(family="gpu", features=Features())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_attention import check, heads, make, retarget  # noqa: F401
+from test_attention import check, heads, make
 
 import shaderdsl as sd
 from shaderdsl.codegen import online_shape
@@ -131,7 +131,7 @@ def test_inner_axes_that_are_too_long(cpu):
 
 
 @pytest.mark.parametrize("kind", ["tiles", "rows"])
-def test_sums_alone_on_other_devices(retarget, monkeypatch, kind):  # noqa: F811
+def test_sums_alone_on_other_devices(retarget, monkeypatch, kind):
     """A chain that is a maximum and a sum, and one that is a sum."""
     monkeypatch.setattr(online_shape, "SHAPES", ((16, 16, 4, 4),))
     family = "gpu" if kind == "tiles" else "software"

@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 import pytest
-from test_attention import check, heads, only_stream, retarget  # noqa: F401
+from test_attention import check, heads, only_stream
 
 import shaderdsl as sd
 from shaderdsl import ops
@@ -38,7 +38,7 @@ MASKS = {
 
 
 @pytest.fixture(params=["streams", "tiles", "rows", "lanes"])
-def schedule(request, monkeypatch, retarget):  # noqa: F811
+def schedule(request, monkeypatch, retarget):
     """Tiles of 32 lines or less, so that a row has all kinds of them."""
     kind = request.param
     monkeypatch.setattr(online_shape, "SHAPES", ((16, 16, 4, 4),))

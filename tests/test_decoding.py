@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from test_attention import archetypes, check, exact, heads, make, retarget  # noqa: F401
+from test_attention import archetypes, check, exact, heads, make
 
 import shaderdsl as sd
 from shaderdsl import nn, ops
@@ -61,7 +61,7 @@ def test_values(wgpu, h, hk, t, options):
 
 
 @pytest.mark.parametrize("t", [1, 29])
-def test_on_gpus(retarget, t):  # noqa: F811
+def test_on_gpus(retarget, t):
     """Within portable limits, at any size of the scores."""
     retarget(family="gpu", features=Features(), limits=Limits(), online_from=1 << 28)
     f, args = decode(6, 2, t, 290, 16, window=200, return_lse=True)
@@ -69,7 +69,7 @@ def test_on_gpus(retarget, t):  # noqa: F811
     check(f, *args)
 
 
-def test_more_rows_than_a_workgroup_and_batches(retarget):  # noqa: F811
+def test_more_rows_than_a_workgroup_and_batches(retarget):
     retarget(family="gpu", features=Features(), limits=Limits())
     lengths, starts = np.array([300, 1, 77], np.int32), np.array([280, 0, 60], np.int32)
 

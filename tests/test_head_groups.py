@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_attention import check, exact, heads, make, only_stream, retarget  # noqa: F401
+from test_attention import check, exact, heads, make, only_stream
 
 import shaderdsl as sd
 from shaderdsl import ops
@@ -22,7 +22,7 @@ DOCUMENTS = DOCUMENTS.astype(np.int32)
 
 
 @pytest.fixture
-def budget(retarget, monkeypatch):  # noqa: F811
+def budget(retarget, monkeypatch):
     """Plan for a GPU that may take so many bytes for the gradient of scores."""
     only_stream(monkeypatch, Stream(16, 32, 8, 4, 8, 8, 4, 0))
 
