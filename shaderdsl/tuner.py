@@ -7,8 +7,10 @@ evaluates in float64, and only then timed. What fails is left out, with its reas
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -42,6 +44,8 @@ LARGEST = 1 << 38
 LARGEST_RESULT = 1 << 28
 #: How far a result may be from float64: relative to itself and to the result's scale.
 TOLERANCE = {"f32": 3e-4, "f16": 4e-3}
+#: Elements that are compared at a time: what the caches of a processor hold.
+_PIECE = 1 << 18
 
 
 @dataclass
@@ -253,23 +257,50 @@ def check(stage: Stage, got: np.ndarray[Any, Any], want: np.ndarray[Any, Any]) -
     Raises:
         ShaderError: where they differ, and by how much.
     """
-    tolerance = TOLERANCE.get(stage.dtype, 0.0)
-    if stage.dtype in TOLERANCE:
+    pieces = [slice(k, k + _PIECE) for k in range(0, max(want.size, 1), _PIECE)]
+    mine, plain = got.reshape(-1), want.reshape(-1)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy leaves the others to run
+        scale = 0.0
+        if stage.dtype in TOLERANCE:
+            parts = list(pool.map(_squares, (plain[p] for p in pieces)))
+            count = sum(n for _, n in parts)
+            scale = float(np.sqrt(sum(s for s, _ in parts) / max(count, 1)))
+        tolerance = TOLERANCE.get(stage.dtype)
+        found = pool.map(
+            lambda p: _first_wrong(mine[p], plain[p], tolerance, scale), pieces
+        )
+        for piece, first in zip(pieces, found):
+            if first is not None:
+                at = np.unravel_index(piece.start + first, want.shape)
+                raise ShaderError(
+                    f"wrong: {stage.name}{list(map(int, at))} is {got[at]}, the plain "
+                    f"expression gives {want[at]}"
+                )
+
+
+def _squares(want: np.ndarray[Any, Any]) -> tuple[float, int]:
+    """The sum of the squares of what is finite, and how much that is."""
+    value = want.astype(np.float64)
+    finite = value[np.isfinite(value)]
+    return float(finite @ finite), finite.size
+
+
+def _first_wrong(
+    got: np.ndarray[Any, Any],
+    want: np.ndarray[Any, Any],
+    tolerance: float | None,
+    scale: float,
+) -> int | None:
+    """The first place where they differ; exactly, where there is no tolerance."""
+    if tolerance is None:
+        wrong = got != want
+    else:
         value = want.astype(np.float64)
-        finite = np.abs(value[np.isfinite(value)])
-        scale = float(np.sqrt(np.mean(finite**2))) if finite.size else 0.0
         with np.errstate(invalid="ignore", over="ignore"):
             off = np.abs(got.astype(np.float64) - value)
             wrong = ~(off <= tolerance * (np.abs(value) + scale))
         wrong &= ~((got == value) | (np.isnan(got) & np.isnan(value)))
-    else:
-        wrong = got != want
-    if wrong.any():
-        at = tuple(int(i) for i in np.argwhere(wrong)[0])
-        raise ShaderError(
-            f"wrong: {stage.name}{list(at)} is {got[at]}, the plain expression gives "
-            f"{want[at]}"
-        )
+    return int(np.argmax(wrong)) if wrong.any() else None
 
 
 @dataclass
