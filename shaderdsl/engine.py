@@ -8,9 +8,11 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from .codegen.program import Program
+from .codegen.target import Target
 from .ir import verify
 from .ir.expr import user_location
 from .ir.stage import Stage, input_stage, topo_stages
@@ -44,7 +46,7 @@ def captured_inputs(outs: Sequence[Stage], inputs: Sequence[Stage]) -> list[Stag
 
 #: Called with a graph before it is planned, to tune its kernels: set by `tuner`.
 before_planning: (
-    Callable[[Sequence[Stage], Sequence[Stage], frozenset[int]], None] | None
+    Callable[[Sequence[Stage], Sequence[Stage], frozenset[int], Target], None] | None
 ) = None
 
 
@@ -65,9 +67,16 @@ class Plan:
     """A lowered program with its executable and the arrays that it captured."""
 
     def __init__(
-        self, outs: Sequence[Stage], inputs: Sequence[Stage], donated: frozenset[int]
+        self,
+        outs: Sequence[Stage],
+        inputs: Sequence[Stage],
+        donated: frozenset[int] = frozenset(),
+        scores: int | None = None,
     ):
         self.device = current_device()
+        target = self.device.target
+        if scores is not None:
+            target = replace(target, scores=scores)
         captured = captured_inputs(outs, inputs)
         self.captured = [s.source for s in captured]
         if any(c is None for c in self.captured):
@@ -86,10 +95,11 @@ class Plan:
 
         tune = _tuner()
         if tune is not None:
-            tune(outs, (*inputs, *captured), donated)
+            tune(outs, (*inputs, *captured), donated, target)
+            target = replace(target, tuned=self.device.target.tuned)
         self.program: Program = lower_graph(
             outs,
-            self.device.target,
+            target,
             inputs=(*inputs, *captured),
             donated=donated,
             ready=self.device.expect,
@@ -121,17 +131,22 @@ def plan_for(
     outs: Sequence[Stage],
     inputs: Sequence[Stage],
     donated: frozenset[int] = frozenset(),
+    scores: int | None = None,
 ) -> Plan:
-    """The plan of a graph on the current device, made once."""
+    """The plan of a graph on the current device, made once.
+
+    Args:
+        scores: in place of the device's own (see `Target.scores`).
+    """
     if watched():
         donated = frozenset()  # a call that is looked at must leave its inputs
-    key = (id(current_device()), tuple(outs), tuple(inputs), donated)
+    key = (id(current_device()), tuple(outs), tuple(inputs), donated, scores)
     with lock:
         plan: Plan | None = _plans.get(key)
         if plan is not None and plan.device is current_device():
             _plans.move_to_end(key)
             return plan
-        plan = _plans[key] = Plan(outs, inputs, donated)
+        plan = _plans[key] = Plan(outs, inputs, donated, scores)
         while len(_plans) > _PLANS:
             _plans.popitem(last=False)
         return plan

@@ -19,6 +19,7 @@ from .engine import Plan, captured_inputs, lock, placeholder, plan_for, watched
 from .errors import (
     AxisError,
     DifferentiationError,
+    ShaderError,
     ShapeError,
     TraceError,
 )
@@ -90,10 +91,16 @@ _ARRAYS = {Array}
 class Compiled:
     """A function traced once a signature, then one replayed plan."""
 
-    def __init__(self, function: Callable[..., Any], donate: tuple[str, ...]):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        donate: tuple[str, ...],
+        scores: int | None = None,
+    ):
         functools.update_wrapper(self, function)
         self.function = function
         self.donate = donate
+        self.scores = scores
         self._parameters = inspect.signature(function)
         # Names, if arguments are given by position alone.
         parameters = self._parameters.parameters.values()
@@ -299,12 +306,16 @@ class Compiled:
     def _plan(self, arguments: dict[str, Any]) -> _Known:
         traced, donated = self.trace(arguments)
         self.last_traced = traced
-        plan = plan_for([*traced.outs, *traced.flags], traced.inputs, donated)
+        outs = [*traced.outs, *traced.flags]
+        plan = plan_for(outs, traced.inputs, donated, self.scores)
         return _Known(traced, plan, sorted(donated))
 
 
 def compile(
-    function: Callable[..., Any] | None = None, *, donate: Sequence[str] = ()
+    function: Callable[..., Any] | None = None,
+    *,
+    donate: Sequence[str] = (),
+    scores: int | None = None,
 ) -> Any:
     """Compile a function of arrays (and pytrees of them) into one plan.
 
@@ -318,11 +329,29 @@ def compile(
     Args:
         donate: names of parameters whose arrays may be overwritten; they cannot be used
             afterwards.
+        scores: bytes of memory that the backward pass of attention may take for the
+            gradient of its scores, at any one time; storing it saves two of seven
+            products. 0 stores nothing of queries by keys. By default what
+            ``SHADERDSL_SCORES`` says, else a quarter of what the graph takes and
+            gives, which is little for an attention alone: ``sd.compile(pullback,
+            scores=2 << 30)``. Inside of another compiled function that one's counts.
+
+    Raises:
+        AxisError: ``donate`` names what is no parameter.
+        ShaderError: ``scores`` is no number of bytes.
     """
     names = (donate,) if isinstance(donate, str) else tuple(donate)
+    if scores is not None and (
+        isinstance(scores, bool) or not isinstance(scores, int) or scores < 0
+    ):
+        raise ShaderError(
+            f"scores={scores!r} is no number of bytes",
+            where=E.user_location(),
+            cure="a whole number, such as 2 << 30 for 2 GiB, or 0 to store none",
+        )
     if function is None:
-        return lambda f: Compiled(f, names)
-    return Compiled(function, names)
+        return lambda f: Compiled(f, names, scores)
+    return Compiled(function, names, scores)
 
 
 # ------------------------------------------------------------------ derivatives
@@ -744,17 +773,19 @@ def lower(
     they do.
 
     Args:
+        function: of arrays; of what ``sd.compile`` gave, its ``scores`` count.
         args: arrays or ``sd.spec(dtype, *shape)``.
         backward: the pullback's kernels; ``residuals`` lists what forward keeps for it.
     """
     target: Any = function
+    scores = None
     if isinstance(function, Compiled):
-        target = function.function
+        target, scores = function.function, function.scores
     traced = Traced(lambda *xs: target(*xs, **keywords), args, "lower", named=target)
     with lock:
         if not backward:
             stages = [*traced.outs, *traced.flags]
-            return Lowered(Plan(stages, traced.inputs, frozenset()).program, ())
+            return Lowered(Plan(stages, traced.inputs, scores=scores).program, ())
         wrt = [traced.inputs[k] for k in _differentiable(traced)]
         seeds = [
             placeholder(("cotangent", 0, k), s.shape, s.dtype, "dy")
@@ -768,5 +799,6 @@ def lower(
         inputs = [*traced.inputs, *(s for s in seeds if s is not None), *places]
         more = captured_inputs(stages, inputs)
         used = set(topo_stages(stages))
-        plan = Plan(stages, [s for s in [*inputs, *more] if s in used], frozenset())
+        given = [s for s in [*inputs, *more] if s in used]
+        plan = Plan(stages, given, scores=scores)
         return Lowered(plan.program, tuple(residuals))

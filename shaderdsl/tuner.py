@@ -20,6 +20,7 @@ import numpy as np
 from . import engine
 from .codegen.choice import Choice, Tuned
 from .codegen.lower import trials
+from .codegen.target import Target
 from .codegen.tuning import Trial
 from .errors import DeviceLostError, ShaderError
 from .ir import expr as E
@@ -89,12 +90,12 @@ class Search:
         self,
         outs: Sequence[Stage],
         inputs: Sequence[Stage],
-        donated: frozenset[int] = frozenset(),
+        donated: frozenset[int],
+        target: Target,
     ) -> None:
         """Search for every kernel of a graph that has no choice on this device yet."""
         if current().kind != "wgpu":
             return
-        target = current().target
         for trial in trials(outs, target, inputs=inputs, donated=donated):
             known = trial.key in current().target.tuned and not self.again
             if known or trial.key in self.seen:

@@ -287,6 +287,36 @@ def test_scores_within_a_budget(retarget):
     assert "contract" not in kinds(scores=64 * 64 * 4 - 1)
 
 
+def test_a_compiled_function_has_a_budget_of_its_own(retarget):
+    """Of one pullback in two plans, by what its scores may take; both are right."""
+    limits = Limits(max_storage_buffers=10)
+    retarget(family="gpu", features=Features(), limits=limits)
+    args = heads(4, 2, 72, 72, 16)
+    y, pullback = sd.vjp(ops.attention, *args)
+    dy = make(*y.shape, seed=9)
+    _, want = exact(ops.attention, args, [dy])
+    kinds = {}
+    for scores in (None, 0, 1 << 20):
+        run = sd.compile(pullback, scores=scores)
+        for _ in range(2):  # planned, then replayed
+            with sd.profile() as p:
+                got = run(dy)
+            for g, w in zip(got, want, strict=True):
+                np.testing.assert_allclose(g.numpy(), w, RTOL, 2e-5)
+        low = sd.lower(sd.compile(ops.attention, scores=scores), *args, backward=True)
+        kinds[scores] = [k.archetype for k in low.kernels]
+        assert len(kinds[scores]) == p.dispatches
+    assert kinds[1 << 20] == ["row", "online", "contract", "map", "map"]
+    assert kinds[0] == ["row", "online", "online", "map", "map"]
+
+
+@pytest.mark.parametrize("scores", [-1, 2.0, True, "1 GiB"])
+def test_a_budget_is_a_number_of_bytes(scores):
+    with pytest.raises(errors.ShaderError, match="no number of bytes") as info:
+        sd.compile(ops.attention, scores=scores)
+    assert "test_attention.py" in str(info.value) and "2 << 30" in str(info.value)
+
+
 @pytest.mark.parametrize(("heads", "rows"), [(12, 32), (32, 64)])
 def test_few_heads_take_small_tiles(retarget, heads, rows):
     """Of few workgroups the longest decide; the product for dq takes small ones

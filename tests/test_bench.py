@@ -1,14 +1,16 @@
 """The benchmark: rows, peers, what it says of what is missing or wrong."""
 
 import dataclasses
+import importlib.util
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import shaderdsl as sd
-from shaderdsl import ops
+from shaderdsl import engine, function, ops
 from shaderdsl.bench import measure, reference, report
 from shaderdsl.bench.measure import Bench, Record
 from shaderdsl.bench.rows import ROWS, chosen, order
@@ -16,6 +18,19 @@ from shaderdsl.bench.work import Row, distance
 from shaderdsl.cli import main
 
 NAMES = [r.name for r in ROWS]
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _tables():
+    spec = importlib.util.spec_from_file_location(
+        "table", ROOT / "benchmarks" / "table.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tables = _tables()
 
 
 def test_names_are_unique_and_stand_for_what_begins_with_them():
@@ -159,6 +174,40 @@ def test_peers_are_timed_checked_and_left_out_when_time_is_short(cpu, monkeypatc
     assert record.value and not record.failed
 
 
+def test_what_peers_give_can_be_the_target(cpu, monkeypatch):
+    monkeypatch.setattr(measure, "time_torch", lambda torch, run, seconds: 0.5)
+    right = ROWS[NAMES.index("row_sum")]
+
+    def make(quick):
+        return dataclasses.replace(right.make(quick), torch=lambda *_: None)
+
+    class Torch:
+        class cuda:
+            empty_cache = staticmethod(lambda: None)
+
+    row = dataclasses.replace(right, make=make, beats="torch")
+    record = Bench(True, 0.01, ["torch"], Torch).row(row)
+    assert record.target == record.peers["torch"] == 128 * 2048 * 4 / 1e9 / 0.5
+    assert Bench(True, 0.01).row(row).target is None
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.name.endswith("_default")])
+def test_attention_backward_is_timed_with_scratch_and_by_default(row, cpu, monkeypatch):
+    """What the targets are those of, and what an attention alone gets by itself."""
+    asked = []
+    plan_for = engine.plan_for
+    monkeypatch.setattr(
+        function, "plan_for", lambda *a: asked.append(a[3:]) or plan_for(*a)
+    )
+    (other,) = [r for r in ROWS if f"{r.name}_default" == row.name]
+    assert row.target is None and "default budget" in row.title
+    assert other.target is not None and "2 GiB of scratch" in other.title
+    row.make(True).run()
+    assert not any(a for a in asked)
+    other.make(True).run()
+    assert asked[-1] == (2 << 30,)
+
+
 def test_units():
     work = type("W", (), {"bytes": 8e9, "flops": 6e12})
     values = {"GB/s": 4.0, "TFLOP/s": 3.0, "µs": 2e6, "ms": 2e3, "tokens/s": 0.5}
@@ -250,12 +299,120 @@ def test_the_table_has_ratios_to_targets_and_ceilings():
         "80%",
         "≥ 45.0",
         "0.89",
-        "50.0",
+        "50.0 (0.80×)",
     ]
     assert "50%" in lines[4] and "0.51" in lines[4]
     assert "≤ 590" in lines[5] and "1.02" in lines[5]
     assert "failed: x" in lines[6]
     assert all(line.count("|") == lines[0].count("|") for line in lines)
+
+
+def run_of(*rows):
+    return {
+        name: {
+            "title": name,
+            "unit": unit,
+            "value": value,
+            "target": target,
+            "kernels": kernels,
+            "peers": peers,
+        }
+        for name, unit, value, target, kernels, peers in rows
+    }
+
+
+def test_two_runs_make_one_table():
+    first = run_of(
+        ("train_3M", "ms", 2.0, 3.5, 170, {"torch": 9.0, "torch.compile": 5.0}),
+        ("decode_124M", "tokens/s", 1200.0, 800.0, 87, {"torch": 800.0}),
+        ("copy", "GB/s", 4000.0, None, 1, {"torch": 4100.0, "handwritten": 2000.0}),
+        ("softmax", "GB/s", 3999.0, 4030.0, 1, {}),
+        ("swiglu", "GB/s", 4249.0, 4250.0, 1, {}),
+        ("replay", "µs", 2.5, 2.0, 170, {}),
+        ("gelu", "GB/s", None, 4250.0, 0, {"torch": 4000.0}),
+        ("gemv", "GB/s", 3701.0, 3700.0, 2, {}),
+        ("of another version", "µs", 5.0, None, 1, {}),
+    )
+    second = run_of(
+        ("copy", "GB/s", 4010.0, None, 2, {}),
+        ("softmax", "GB/s", 4040.0, 4030.0, 1, {}),
+        ("swiglu", "GB/s", 4260.0, 4250.0, 1, {}),
+        ("gelu", "GB/s", 4251.0, 4250.0, 1, {}),
+        ("replay", "µs", 1.9, 2.0, 170, {}),
+        ("train_3M", "ms", 2.1, 3.5, 170, {}),
+        ("decode_124M", "tokens/s", 900.0, None, 87, {}),
+    )
+    head, _, *lines = tables.table([first, second]).splitlines()
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines]
+    assert head.startswith(tables.START)
+    assert all(len(c) == 9 for c in cells)
+    # In the order of the benchmark's rows, whatever was measured when.
+    assert [c[0] for c in cells] == [
+        "copy, GB/s",
+        "swiglu, GB/s",
+        "softmax, GB/s",
+        "gelu, GB/s",
+        "gemv, GB/s",
+        "train_3M, ms",
+        "decode_124M, tokens/s",
+        "replay, µs",
+        "of another version, µs",
+    ]
+    found = {c[0].partition(",")[0]: c[1:] for c in cells}
+    assert found["copy"] == [
+        "1 / 2",
+        "4,000",
+        "4,010",
+        "",
+        "",
+        "4,100 (0.98×)",
+        "",
+        "2,000 (2.00×)",
+    ]
+    assert found["train_3M"][1:] == [
+        "2.00",
+        "2.10",
+        "≤ 3.5",
+        "yes",
+        "9.00 (4.50×)",
+        "5.00 (2.50×)",
+        "",
+    ]
+    assert found["decode_124M"][3:6] == ["≥ PyTorch eager", "yes", "800 (1.50×)"]
+    assert found["softmax"][3:5] == ["≥ 4,030", "0.99"]
+    # Close, and yet missed.
+    assert found["swiglu"][3:5] == ["≥ 4,250", "1.000"]
+    assert found["replay"][3:5] == ["≤ 2", "1.25"]
+    # One run is not enough.
+    assert found["gemv"][:5] == ["2", "3,701", "-", "≥ 3,700", "not measured"]
+    assert found["gelu"][:6] == ["1", "-", "4,251", "≥ 4,250", "not measured", "4,000"]
+
+
+def test_the_table_of_one_run_goes_into_a_text(tmp_path, monkeypatch, capsys):
+    run = run_of(("copy", "GB/s", 4000.0, None, 1, {}))
+    path, text = tmp_path / "run.json", tmp_path / "text.md"
+    path.write_text(json.dumps({"rows": list(run.values())}))
+    rows = [{"name": n, **r} for n, r in run.items()]
+    path.write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(sys, "argv", ["table.py", str(path)])
+    tables.main()
+    new = capsys.readouterr().out.strip()
+    assert "| copy, GB/s | 1 | 4,000 |" in new and "second" not in new
+    text.write_text("# A\n\n| work | kernels |\n|---|---|\n| old | 1 |\n\nafter\n")
+    monkeypatch.setattr(sys, "argv", ["table.py", str(path), "--into", str(text)])
+    for _ in range(2):  # what it wrote, it finds again
+        tables.main()
+        assert text.read_text() == f"# A\n\n{new}\n\nafter\n"
+    text.write_text("no table\n")
+    with pytest.raises(ValueError, match="no table"):
+        tables.main()
+    assert text.read_text() == "no table\n"
+
+
+def test_the_table_in_the_docs_can_be_replaced():
+    text = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    new = tables.replaced(text, "| new |")
+    assert len(new) < len(text) - 2000 and "| new |\n\n" in new
 
 
 def test_pytorch_without_cuda_is_said(monkeypatch):

@@ -114,8 +114,19 @@ def embedding(quick: bool) -> Work:
 # ------------------------------------------------------------------ attention
 
 
+#: What the targets of attention's backward are those of: the gradient of the scores is
+#: stored, as far as that goes.
+SCRATCH = 2 << 30
+
+
 def attention(
-    quick: bool, length: int, heads: int, kv: int, d: int, backward: bool
+    quick: bool,
+    length: int,
+    heads: int,
+    kv: int,
+    d: int,
+    backward: bool,
+    scores: int | None = None,
 ) -> Work:
     import shaderdsl as sd
     from shaderdsl import ops
@@ -171,6 +182,8 @@ def attention(
             compiles=False,
         )
     _, pullback = sd.vjp(function, q, k, v)
+    if scores is not None:
+        pullback = sd.compile(pullback, scores=scores)
 
     def grad_error(got: Any) -> float:
         # One head of keys and values, with all the heads that read it.
@@ -212,16 +225,30 @@ def _matmul_row(m: int, k: int, n: int, target: float, half: bool = False) -> Ro
 def _attention_rows(
     length: int, heads: int, kv: int, d: int, unit: str, targets: tuple[float, float]
 ) -> list[Row]:
+    """Forward; backward with memory for the gradient of the scores; and with what it
+    may take by default, which is a quarter of an attention's own arrays.
+    """
+    name = f"attention_{length}_{heads}_{kv}_{d}"
     title = f"causal attention S {length}, {heads} on {kv} heads, d {d}"
-    rows = []
-    for backward, target in zip((False, True), targets):
-        name = f"attention_{length}_{heads}_{kv}_{d}{'_backward' if backward else ''}"
-        make = partial(
-            attention, length=length, heads=heads, kv=kv, d=d, backward=backward
-        )
-        what = f"{title}, {'backward' if backward else 'forward'}"
-        rows.append(Row(name, what, unit, target, make))
-    return rows
+    make = partial(attention, length=length, heads=heads, kv=kv, d=d)
+    forward, backward = targets
+    return [
+        Row(name, f"{title}, forward", unit, forward, partial(make, backward=False)),
+        Row(
+            f"{name}_backward",
+            f"{title}, backward, 2 GiB of scratch",
+            unit,
+            backward,
+            partial(make, backward=True, scores=SCRATCH),
+        ),
+        Row(
+            f"{name}_backward_default",
+            f"{title}, backward, default budget",
+            unit,
+            None,
+            partial(make, backward=True),
+        ),
+    ]
 
 
 CONTRACT_ROWS = [

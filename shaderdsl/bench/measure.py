@@ -87,6 +87,8 @@ class Bench:
             return record
         for peer in self.peers:
             self._peer(peer, row, work, record)
+        if row.beats is not None:
+            record.target = record.peers.get(row.beats)
         del work
         self._clear()
         return record

@@ -221,6 +221,7 @@ MODEL_ROWS = [
         "tokens/s",
         None,
         decoding,
+        beats="torch",
     ),
     Row("replay", "host time of a dispatch in a replayed plan", "µs", 2, replay),
 ]

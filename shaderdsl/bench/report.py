@@ -35,7 +35,10 @@ def line(record: Record, peers: Sequence[str]) -> str:
     parts = [f"{record.name:34} {number(record.value):>9} {record.unit:8}"]
     for peer in peers:
         value = record.peers.get(peer)
-        parts.append(f"{peer} {number(value) if value is not None else '-':>8}")
+        text = "-"
+        if value is not None:
+            text = f"{number(value)} ({faster(record.value, value, record.unit)})"
+        parts.append(f"{peer} {text:>14}")
     parts.append(f"{record.kernels:4} kernels  error {record.error:.0e}")
     parts += [f"{k}={v}" for k, v in record.more.items()]
     return "  ".join([*parts, *record.notes])
@@ -50,8 +53,21 @@ def number(value: float) -> str:
     return f"{value:.2f}" if value >= 1 else f"{value:.2g}"
 
 
+def less_is_better(unit: str) -> bool:
+    """Whether a row's unit is a time."""
+    return unit in ("µs", "ms")
+
+
+def faster(ours: float, theirs: float, unit: str) -> str:
+    """How many times as fast as a peer ours is."""
+    ratio = theirs / ours if less_is_better(unit) else ours / theirs
+    return f"{ratio:.2f}×"
+
+
 def table(records: Sequence[Record], peers: Sequence[str], targets: bool) -> str:
-    """All rows in Markdown, with the ratio to the target and to the ceilings."""
+    """All rows in Markdown, with the ratio to the target and to the ceilings; beside a
+    peer's figure stands how many times as fast ours is.
+    """
     copy, product = ceilings(records)
     head = ["work", "measured", "of the ceiling"]
     head += ["target", "measured / target"] if targets else []
@@ -68,11 +84,15 @@ def table(records: Sequence[Record], peers: Sequence[str], targets: bool) -> str
         share = f"{r.value / top:.0%}" if top else ""
         cells = [r.title, f"{number(r.value)} {r.unit}", share]
         if targets:
-            less = r.unit in ("µs", "ms")
-            sign = "≤" if less else "≥"
+            sign = "≤" if less_is_better(r.unit) else "≥"
             cells.append(f"{sign} {number(r.target)}" if r.target else "")
             cells.append(f"{r.value / r.target:.2f}" if r.target else "")
-        cells += [number(r.peers[peer]) if peer in r.peers else "-" for peer in peers]
+        cells += [
+            f"{number(r.peers[p])} ({faster(r.value, r.peers[p], r.unit)})"
+            if p in r.peers
+            else "-"
+            for p in peers
+        ]
         cells += [str(r.kernels), f"{r.error:.0e}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -52,6 +52,7 @@ class Row:
         target: in that unit, at the large size on an H200; None where there is none.
         make: puts the arrays of the large or the quick size on the device.
         with_matrices: the target where subgroups multiply matrices, if it is another.
+        beats: the peer whose figure in the same run is the target.
     """
 
     name: str
@@ -60,11 +61,7 @@ class Row:
     target: float | None
     make: Callable[[bool], Work] = field(repr=False)
     with_matrices: float | None = None
-
-    @property
-    def less_is_better(self) -> bool:
-        """Whether the unit is a time."""
-        return self.unit in ("µs", "ms")
+    beats: str | None = None
 
     def value(self, seconds: float, work: Work) -> float:
         """A time in the row's unit."""

@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     if args.rows:
         for row in ROWS:
             target = f"  target {row.target:g} {row.unit}" if row.target else ""
+            if row.beats:
+                target = f"  target: no less than {row.beats}"
             print(f"{row.name:34} {row.title}{target}")
         return 0
     seconds = args.seconds if args.seconds is not None else 0.2 if args.quick else 0.5

@@ -130,7 +130,7 @@ def export_web(
 
         program = lower(
             traced.outs,
-            BROWSER,
+            replace(BROWSER, scores=function.scores),
             inputs=(*traced.inputs, *captured),
             donated=donated,
         )
