@@ -17,6 +17,7 @@ from .ir import verify
 from .ir.expr import user_location
 from .ir.stage import Stage, input_stage, topo_stages
 from .runtime import current as current_device
+from .runtime import tuned
 
 # Interning is not atomic, so one thread traces, derives and plans at a time; running is
 # free.
@@ -56,7 +57,7 @@ def watched() -> bool:
 
 
 def _tuner() -> Any:
-    if before_planning is None and os.environ.get("SHADERDSL_TUNE") == "1":
+    if before_planning is None and tuned.asked() == "1":
         from .tuner import default_search
 
         return default_search().tune

@@ -79,11 +79,13 @@ class Search:
         seconds: time for each kernel, the float64 evaluation not counted.
         report: called with each result.
         again: whether to search for kernels that have a choice already.
+        until: the reading of `time.perf_counter` after which no kernel is begun.
     """
 
     seconds: float = 20.0
     report: Callable[[Result], None] = lambda result: None
     again: bool = False
+    until: float = float("inf")
     seen: set[str] = field(default_factory=set)
 
     def tune(
@@ -101,7 +103,16 @@ class Search:
             if known or trial.key in self.seen:
                 continue
             self.seen.add(trial.key)
-            result = find_best(trial, self.seconds)
+            if time.perf_counter() > self.until:
+                default = trial.choices[0]
+                late = "not begun: the time is over"
+                self.report(Result(trial.name, default, default, skipped=late))
+                continue
+            try:
+                result = find_best(trial, self.seconds)
+            except Exception as error:  # The program that is tuned goes on.
+                default = trial.choices[0]
+                result = Result(trial.name, default, default, skipped=_reason(error))
             self.report(result)
             if not result.skipped:
                 keep(trial.key, result)
@@ -215,8 +226,14 @@ def _decide(
     rounds: dict[Choice, list[float]] = {c: [] for c in few}
     for _ in range(7):
         for c in few:
-            rounds[c].append(time_once(current(), runs[c]))
-    medians = {c: float(np.median(t)) for c, t in rounds.items()}
+            try:
+                rounds[c].append(time_once(current(), runs[c]))
+            except Exception as error:
+                result.failed.append((c, _reason(error)))
+                if c == result.default or isinstance(error, DeviceLostError):
+                    return  # nothing to compare with: the default stays
+                few = [x for x in few if x != c]
+    medians = {c: float(np.median(rounds[c])) for c in few}
     best = min(few, key=lambda c: medians[c])
     result.default_seconds = medians[result.default]
     if medians[best] < (1 - MARGIN) * medians[result.default]:

@@ -11,6 +11,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import shaderdsl as sd  # noqa: E402
+from shaderdsl.bench import (  # noqa: E402
+    contract_rows,
+    memory_rows,
+    model_rows,
+    rows,
+    torch_model,
+)
+from shaderdsl.bench import reference as bench_reference  # noqa: E402
+from shaderdsl.bench.work import normal  # noqa: E402
 from shaderdsl.interop.torch import wrap  # noqa: E402
 
 on_each = pytest.mark.usefixtures("device")
@@ -173,3 +182,122 @@ def test_distributed_data_parallel(tmp_path):
         assert all(r.returncode == 0 for r in ranks)
         found[world] = np.array(eval(out[0].strip().splitlines()[-1]))
     np.testing.assert_allclose(found[2], found[1], rtol=1e-5)
+
+
+# ------------------------------------------------------------------ peers of bench
+
+ROWS = [r for r in rows.ROWS if r not in model_rows.MODEL_ROWS]
+
+#: What a row makes of its normals before it is given them, where that is something.
+MADE = {
+    "rms_norm": [None, lambda n: 1 + 0.1 * n],
+    "layer_norm": [None, lambda n: 1 + 0.1 * n],
+    "row_sum": [lambda n: n + 1],
+    "column_sum": [lambda n: n + 1],
+}
+
+
+class Given:
+    """PyTorch whose random numbers are those of a row of the benchmark."""
+
+    def __init__(self, name, arrays):
+        made = next((m for n, m in MADE.items() if name.startswith(n)), [])
+        made = made + [None] * len(arrays)
+        self.arrays = [f(a) if f else a for f, a in zip(made, arrays)]
+        self.seed = 3 if name.startswith("embedding") else 2
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def randn(self, *shape, dtype=torch.float32, requires_grad=False):
+        x = torch.tensor(self.arrays.pop(0).reshape(shape), dtype=dtype)
+        return x.requires_grad_(requires_grad)
+
+    def randn_like(self, x):
+        return self.randn(*x.shape)
+
+    def randint(self, low, high, shape):
+        ids = np.random.default_rng(self.seed).integers(low, high, shape)
+        return torch.tensor(ids)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: r.name)
+def test_the_benchmark_times_the_same_work_in_pytorch(row, monkeypatch):
+    sd.use_device("cpu")
+    arrays = []
+
+    def noted(seed, *shape):
+        arrays.append(x := normal(seed, *shape))
+        return x
+
+    for module in (memory_rows, contract_rows):
+        monkeypatch.setattr(module, "normal", noted)
+    work = row.make(True)
+    assert work.torch is not None
+    arrays = [np.asarray(a) for a in arrays]
+    got = work.torch(Given(row.name, arrays), False)()
+    if row.name == "copy":  # of what is there, where ours is doubled
+        got = 2 * got
+    results = [g.numpy() for g in (got if isinstance(got, tuple) else (got,))]
+    if row.name.startswith("attention"):  # a batch of one
+        results = [g[0] for g in results]
+    if row.name == "cross_entropy_both":  # whose loss PyTorch does not hand out
+        results.insert(0, work.run()[0])
+    several = len(results) > 1
+    assert work.error(tuple(results) if several else results[0]) <= work.tolerance
+
+
+def test_the_benchmark_trains_the_same_model_in_pytorch():
+    """Its loss with our weights is the reference's, and a step lessens it."""
+    shape = model_rows.QUICK
+    sd.use_device("cpu")
+    ours = model_rows._model(shape)
+    weights = {k: np.asarray(v) for k, v in sd.nn.state_dict(ours).items()}
+    model = torch_model._llama(torch, shape)
+    model.load_state_dict({_named(k): torch.tensor(v) for k, v in weights.items()})
+    ids = np.random.default_rng(4).integers(0, shape[0], shape[6] + 1)
+    got = model(torch.tensor(ids[:-1]), torch.tensor(ids[1:])).detach()
+    wide = {k: v.astype(np.float64) for k, v in weights.items()}
+    want = bench_reference.llama_loss(wide, ids, ours.config)
+    assert abs(float(got) - want) < 1e-5 * want
+    torch.manual_seed(0)
+    step = torch_model.training(torch, shape, False)
+    losses = [float(step().detach()) for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)
+
+
+def _named(name):
+    """PyTorch's model calls things by one letter."""
+    short = {
+        "model.embed_tokens": "e",
+        "model.norm": "n",
+        "lm_head": "head",
+        "input_layernorm": "n1",
+        "post_attention_layernorm": "n2",
+    }
+    name = name.removesuffix(".weight")
+    if name in short:
+        return f"{short[name]}.weight"
+    _, _, layer, *rest = name.split(".")
+    last = rest[-1]
+    return f"b.{layer}.{short.get(last, last[0])}.weight"
+
+
+def test_the_benchmark_decodes_with_a_cache_in_pytorch(monkeypatch):
+    """Tokens are those that the whole text gives, without a cache."""
+    shape = model_rows.QUICK
+    torch.manual_seed(1)
+    model = torch_model._llama(torch, shape)
+    monkeypatch.setattr(torch_model, "_llama", lambda *_: model)
+    first = torch.randint(0, shape[0], (1,))
+    monkeypatch.setattr(torch, "randint", lambda *_: first.clone())
+    monkeypatch.setattr(torch, "full", lambda shape, _: torch.zeros(shape).long())
+    step = torch_model.decoding(torch, shape, False, 8)
+    text = [int(first), *(int(step()) for _ in range(5))]
+    with torch.no_grad():
+        x = model.e(torch.tensor(text))
+        angles = model.angles(torch.arange(len(text)))
+        for block in model.b:
+            x = block(x, *angles)
+        want = model.head(model.n(x)).argmax(-1)
+    assert text[1:] == want[:-1].tolist()

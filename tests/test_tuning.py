@@ -17,7 +17,7 @@ from shaderdsl.codegen.choice import Choice, Fixed, Tuned
 from shaderdsl.codegen.column import ColumnSchedule
 from shaderdsl.codegen.lower import trials
 from shaderdsl.codegen.row import RowSchedule
-from shaderdsl.errors import ShaderError
+from shaderdsl.errors import DeviceError, DeviceLostError, ShaderError
 from shaderdsl.runtime import current, tuned
 from shaderdsl.tracing import Traced
 
@@ -350,6 +350,106 @@ def test_a_wrong_candidate_is_found_out_and_stops_nothing(gpu, monkeypatch):
     assert "the plain expression gives" in reasons[0]
     assert result.best not in bad
     assert result.tried == len(trial.choices) - 3
+
+
+def test_a_candidate_that_does_not_compile_stops_nothing(gpu):
+    (trial,) = trials_of(gated, [(512,), (512,)])
+    whole, bad = trial.program, trial.choices[1]
+
+    def broken(choice):
+        program = whole(choice)
+        (kernel,) = program.kernels
+        if choice == bad:
+            kernel = dataclasses.replace(kernel, wgsl=f"{kernel.wgsl}\nfn nothing(")
+        return dataclasses.replace(program, kernels=(kernel,))
+
+    trial.program = broken
+    del trial.choices[4:]
+    result = tuner.find_best(trial, 6.0)
+    assert [c for c, _ in result.failed] == [bad]
+    assert result.tried == 3 and not result.skipped and result.best != bad
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("error", [DeviceLostError("gone"), RuntimeError("out of it")])
+def test_a_candidate_that_fails_when_it_runs_stops_nothing(
+    gpu, monkeypatch, error, late
+):
+    """Whether while it is timed for the first time or when the best are compared."""
+    (trial,) = trials_of(gated, [(512,), (512,)])
+    del trial.choices[4:]
+    bad, prepare = trial.choices[1], tuner._prepare
+
+    def failing(trial, choice, buffers, data):
+        run = prepare(trial, choice, buffers, data)
+
+        def call():
+            if choice == bad and (not late or once.decided):
+                raise error
+            return run()
+
+        return call
+
+    class once:
+        decided = False
+
+    decide = tuner._decide
+
+    def deciding(result, times, runs):
+        once.decided = True
+        if late:  # It would be taken if it ran.
+            times[bad] = 1e-9
+        decide(result, times, runs)
+
+    monkeypatch.setattr(tuner, "_prepare", failing)
+    monkeypatch.setattr(tuner, "_decide", deciding)
+    result = tuner.find_best(trial, 6.0)
+    assert [c for c, _ in result.failed] == [bad]
+    assert result.best != bad and not result.skipped
+    assert result.tried == (4 if late else 3)
+
+
+def test_a_kernel_that_cannot_be_searched_stops_nothing(gpu, monkeypatch):
+    def fail(trial, seconds):
+        raise MemoryError("no room\nmore")
+
+    monkeypatch.setattr(tuner, "find_best", fail)
+    found = []
+    x = np.ones(96, np.float32)
+    with tuner.searching(tuner.Search(report=found.append)):
+        y = gated(x, x).numpy()
+    np.testing.assert_allclose(y, 1 / (1 + np.exp(-1)), 1e-6)
+    assert [r.skipped for r in found] == ["no room"]
+    assert not gpu.target.tuned
+
+
+def test_no_kernel_is_begun_after_the_time(gpu):
+    found = []
+    x = np.ones(100, np.float32)
+    with tuner.searching(tuner.Search(report=found.append, until=0.0)):
+        gated(x, x).numpy()
+    assert [r.skipped for r in found] == ["not begun: the time is over"]
+    assert "not begun" in tuner.describe(found[0]) and not gpu.target.tuned
+
+
+def test_tuned_choices_can_be_switched_off(gpu, shipped, monkeypatch):
+    _, explained, key, other = shipped
+    mine = Choice.of("column", ColumnSchedule(5, 32))
+    assert f"tuned: {other}" in explained()
+    tuned.save(gpu.name, gpu.driver, {key: mine}, {})
+    monkeypatch.setenv("SHADERDSL_TUNE", "0")
+    text = explained()
+    assert "tuned: " not in text
+    assert "tuned schedules are not used: SHADERDSL_TUNE is 0" in text
+    monkeypatch.setenv("SHADERDSL_TUNE", "")
+    assert f"tuned: {mine}" in explained()
+
+
+def test_an_unknown_wish_for_tuning_is_refused(cpu, monkeypatch):
+    monkeypatch.setenv("SHADERDSL_TUNE", "yes")
+    with pytest.raises(DeviceError, match="SHADERDSL_TUNE='yes'") as info:
+        sd.lower(gated, sd.spec("f32", 17), sd.spec("f32", 17))
+    assert "0 uses the defaults" in str(info.value)
 
 
 def test_results_that_are_not_written_are_found_out(gpu):

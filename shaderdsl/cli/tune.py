@@ -6,7 +6,8 @@ shaderdsl tune --list
 shaderdsl tune --ship shaderdsl/tuned      (a file that comes with the package)
 
 Each candidate is compared with the plain expression in float64 before it is timed.
-SHADERDSL_TUNE=1 does the same for whatever a program runs.
+SHADERDSL_TUNE=1 does the same for whatever a program runs; SHADERDSL_TUNE=0 uses
+nothing that was tuned.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time for each kernel (default: %(default)s)",
     )
     parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="begin no kernel after this (default: no limit)",
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="the small sizes of the benchmark's rows"
     )
     parser.add_argument(
@@ -64,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
     from ..tuner import Search, describe, searching
     from . import UsageError
 
-    if args.seconds <= 0:
-        raise UsageError("--seconds must be positive")
+    if args.seconds <= 0 or (args.minutes is not None and args.minutes <= 0):
+        raise UsageError("--seconds and --minutes must be positive")
     device = current()
     if args.list:
         return _list(device)
@@ -78,13 +86,15 @@ def run(args: argparse.Namespace) -> int:
 
     def report(result: Any) -> None:
         nonlocal found
-        found += 1
+        found += not result.skipped
         print(f"  {describe(result)}", flush=True)
         for choice, why in result.failed:
             print(f"    {choice} was not used: {why}", flush=True)
 
     print(f"device: {device.name}")
     search = Search(args.seconds, report, args.again)
+    if args.minutes is not None:
+        search.until = time.perf_counter() + 60 * args.minutes
     with searching(search):
         for name, work in _works(args):
             print(name, flush=True)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..codegen.choice import Choice, Tuned
+from ..errors import DeviceError
 from .diskcache import cache_folder
 
 #: Changes when files are laid out differently.
@@ -30,6 +31,9 @@ FORMAT = 2
 
 #: Files that come with the package, named like a user's own.
 SHIPPED = Path(__file__).parent.parent / "tuned"
+
+#: Why there are no choices where nobody wants them.
+OFF = "tuned schedules are not used: SHADERDSL_TUNE is 0"
 
 #: What a stamp consists of, with the words for people.
 _STAMPS = {
@@ -70,10 +74,29 @@ def path_of(adapter: str) -> Path:
     return cache_folder() / "tuned" / file_name(adapter)
 
 
+def asked() -> str:
+    """``SHADERDSL_TUNE``: "1" searches for whatever a program runs, "0" uses nothing
+    that was tuned, "" what there is.
+
+    Raises:
+        DeviceError: it is something else.
+    """
+    text = os.environ.get("SHADERDSL_TUNE", "").strip()
+    if text not in ("", "0", "1"):
+        raise DeviceError(
+            f"SHADERDSL_TUNE={text!r} is not known",
+            cure="1 searches for schedules, 0 uses the defaults alone; unset, what was "
+            "tuned before",
+        )
+    return text
+
+
 def load(adapter: str, driver: str) -> Tuned:
     """The choices for an adapter, those of the package included; ``note`` says why a
     user's file was not used.
     """
+    if asked() == "0":
+        return Tuned(note=OFF)
     own = load_own(adapter, driver)
     return Tuned({**load_shipped(adapter, driver), **own}, own.note)
 

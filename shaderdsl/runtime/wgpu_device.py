@@ -59,7 +59,7 @@ class WgpuDevice(Device):
         #: What measurements are good for, beside the adapter's name.
         self.driver = f"{info.backend} {info.driver}, {library.version}"
         self.target = replace(target, tuned=tuned.load(info.name, self.driver))
-        if self.target.tuned.note:
+        if self.target.tuned.note not in ("", tuned.OFF):
             say_once(f"shaderdsl: {self.target.tuned.note}; run `shaderdsl tune` again")
         #: Whether the library checks no index, so that texts must where it matters.
         self.unchecked = library.at_once and wants_unchecked(self.target)
