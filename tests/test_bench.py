@@ -188,7 +188,9 @@ def test_what_peers_give_can_be_the_target(cpu, monkeypatch):
     row = dataclasses.replace(right, make=make, beats="torch")
     record = Bench(True, 0.01, ["torch"], Torch).row(row)
     assert record.target == record.peers["torch"] == 128 * 2048 * 4 / 1e9 / 0.5
-    assert Bench(True, 0.01).row(row).target is None
+    record = Bench(True, 0.01).row(row)
+    assert record.target is None
+    assert record.notes == ["its target is torch, which was not timed"]
 
 
 @pytest.mark.parametrize("row", [r for r in ROWS if r.name.endswith("_default")])
@@ -241,6 +243,7 @@ def test_the_command_goes_on_past_what_is_missing(cpu, capsys, tmp_path, monkeyp
     assert "no row is called 'nothing'" in err
     assert "PyTorch is not installed" in out
     assert "no timestamps" in out
+    assert "column of hand-written ones stays empty" in out
     content = json.loads(figures.read_text())
     assert [r["name"] for r in content["rows"]] == ["copy", "row_sum"]
     assert all(r["value"] > 0 and not r["peers"] for r in content["rows"])
@@ -281,8 +284,10 @@ def test_only_unknown_rows_are_an_error(cpu, capsys):
 
 def test_the_table_has_ratios_to_targets_and_ceilings():
     def record(name, unit, value, target=None, **more):
+        moved = {"GB/s": value * 1e9, "µs": 1}.get(unit, 0)
+        flops = value * 1e12 if unit == "TFLOP/s" else 0
         return Record(
-            name, name, unit, target, 1.0, value, 1e-7, bytes=1, flops=1, **more
+            name, name, unit, target, 1.0, value, 1e-7, 0, moved, flops, **more
         )
 
     records = [
@@ -319,6 +324,20 @@ def run_of(*rows):
         }
         for name, unit, value, target, kernels, peers in rows
     }
+
+
+def test_shares_of_the_ceilings_are_of_bytes_or_of_flops():
+    def of(unit, **more):
+        record = Record("r", "r", unit, None, 2e-3, 1.0, **more)
+        return report.share(record, 4000.0, 50.0)
+
+    assert of("GB/s", bytes=4e9, flops=1) == 0.5
+    assert of("TFLOP/s", bytes=4e9, flops=2e10) == 0.2
+    assert of("µs", bytes=4e9) == 0.5
+    assert of("µs", bytes=4e9, flops=2e10) == of("ms", flops=2e10) == 0.2
+    assert of("tokens/s") is None
+    record = Record("r", "r", "µs", None, 2e-3, 1.0, bytes=1, flops=1)
+    assert report.share(record, None, None) is None
 
 
 def test_two_runs_make_one_table():

@@ -89,6 +89,8 @@ class Bench:
             self._peer(peer, row, work, record)
         if row.beats is not None:
             record.target = record.peers.get(row.beats)
+            if record.target is None:
+                record.notes.append(f"its target is {row.beats}, which was not timed")
         del work
         self._clear()
         return record
@@ -145,7 +147,7 @@ class Bench:
 
     def _handwritten(self, row: Row, work: Work, record: Record) -> None:
         if work.handwritten is None or current().kind != "wgpu":
-            return
+            return  # `find_torch` and the command say what is missing
         run = work.handwritten()
         error = work.error(run())
         if not error <= 10 * work.tolerance:

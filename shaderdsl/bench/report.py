@@ -28,6 +28,19 @@ def ceilings(records: Sequence[Record]) -> tuple[float | None, float | None]:
     return max(copy, default=None), max(product, default=None)
 
 
+def share(record: Record, copy: float | None, product: float | None) -> float | None:
+    """How much of a ceiling a row reaches: of the product's in FLOPs a second where it
+    multiplies, else of the copy's in bytes.
+    """
+    if record.seconds is None:
+        return None
+    if record.flops and record.unit != "GB/s":
+        return record.flops / record.seconds / 1e12 / product if product else None
+    if record.bytes:
+        return record.bytes / record.seconds / 1e9 / copy if copy else None
+    return None
+
+
 def line(record: Record, peers: Sequence[str]) -> str:
     """One row as it is measured."""
     if record.value is None:
@@ -80,9 +93,9 @@ def table(records: Sequence[Record], peers: Sequence[str], targets: bool) -> str
                 "| " + " | ".join(cells + [""] * (len(head) - len(cells))) + " |"
             )
             continue
-        top = {"GB/s": copy, "TFLOP/s": product}.get(r.unit)
-        share = f"{r.value / top:.0%}" if top else ""
-        cells = [r.title, f"{number(r.value)} {r.unit}", share]
+        of = share(r, copy, product)
+        of_text = f"{of:.0%}" if of is not None else ""
+        cells = [r.title, f"{number(r.value)} {r.unit}", of_text]
         if targets:
             sign = "≤" if less_is_better(r.unit) else "≥"
             cells.append(f"{sign} {number(r.target)}" if r.target else "")

@@ -92,6 +92,9 @@ def run(args: argparse.Namespace) -> int:
     torch, missing = find_torch(peers)
     for text in (
         missing,
+        "the device has no kernels: the column of hand-written ones stays empty"
+        if "handwritten" in peers and device.kind != "wgpu"
+        else "",
         "" if has_timestamps(device) else "no timestamps: times of the wall clock",
     ):
         if text:
