@@ -21,6 +21,7 @@ import shaderdsl as sd
 from shaderdsl import errors, nn, tree
 from shaderdsl.cli import main
 from shaderdsl.cli.source import arguments
+from shaderdsl.codegen import lower
 from shaderdsl.ops.registry import REGISTRY
 from shaderdsl.trainer import TrainConfig, Trainer
 from shaderdsl.web import export_decode, export_demo, export_web
@@ -48,6 +49,21 @@ def normal(*shape):
 
 
 # ------------------------------------------------------------------ the plan
+
+
+def test_a_budget_for_scores_goes_along(cpu, tmp_path, monkeypatch):
+    asked = []
+    real = lower.lower
+
+    def noted(outs, target, **more):
+        asked.append(target.scores)
+        return real(outs, target, **more)
+
+    monkeypatch.setattr(lower, "lower", noted)
+    for scores in (None, 1 << 20):
+        function = sd.compile(lambda x: 2.0 * x, scores=scores)
+        export_web(function, tmp_path / str(scores), sd.spec("f32", 4))
+    assert asked == [None, 1 << 20]
 
 
 def test_state_stays_where_the_next_call_looks_for_it(wgpu, tmp_path):
