@@ -19,7 +19,6 @@ import numpy as np
 
 from ..ir import expr as E
 from .contract_plan import Contraction, Factor, Pass
-from .contract_seen import seen
 from .contract_split import Pieces
 from .contract_tile import XYZW, Tile, plus
 from .contract_tiled import Share, Tiled, print_tile
@@ -188,13 +187,8 @@ class Matrices(Tiled):
         self.arrays: dict[str, int] = {}
         self.begin()
 
-    def begin(self) -> None:
+    def divide(self) -> None:
         w, s = self.w, self.shape
-        self.seen = seen(self.c, s.bm, s.bn)
-        self.decode(s.bm if self.seen.grows else 0)
-        w.line(f"let m0 = tile_m * {s.bm}u;")
-        w.line(f"let n0 = tile_n * {s.bn}u;")
-        self.firsts, self.ends = self.seen.texts(self)
         w.line(f"let left0 = sg / {s.across}u * {s.bm // s.down}u;")
         w.line(f"let right0 = sg % {s.across}u * {s.bn // s.across}u;")
 

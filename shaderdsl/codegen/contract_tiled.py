@@ -93,7 +93,7 @@ class Tiled(Tile):
         self.begin()
 
     def begin(self) -> None:
-        """Which tile, and which part of it."""
+        """Which tile, and the part of a thread."""
         w, s = self.w, self.shape
         self.seen = seen(self.c, s.bm, s.bn)
         # The longest tiles first, so that none is left for the end.
@@ -101,6 +101,11 @@ class Tiled(Tile):
         w.line(f"let m0 = tile_m * {s.bm}u;")
         w.line(f"let n0 = tile_n * {s.bn}u;")
         self.firsts, self.ends = self.seen.texts(self)
+        self.divide()
+
+    def divide(self) -> None:
+        """Which part of its tile."""
+        w = self.w
         w.line("let column = (lane & 1u) | ((lane >> 1u) & 6u);")
         w.line("let row = ((lane >> 1u) & 1u) | ((lane >> 3u) & 2u);")
         warps = self.tx // 8

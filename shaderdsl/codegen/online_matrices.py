@@ -12,7 +12,7 @@ the scores) may be far too small for f16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..ir.expr import Expr
@@ -22,7 +22,7 @@ from .contract_tile import plus
 from .online_masks import sum_value
 from .online_plan import Online, plain_tensors, steps_of
 from .online_stream import Streaming
-from .online_stream_parts import LOG2E, gentle, take_out
+from .online_stream_parts import LOG2E, Share, gentle, take_out
 from .online_stream_shape import Stream
 from .online_tile import BARRIER
 from .program import Kernel
@@ -141,10 +141,10 @@ def on_matrices(o: Online, shape: MatrixStream) -> Kernel:
     return with_matrices(replace(kernel, in_range=True))
 
 
-class Halves:
-    """A thread's share of a chunk of rows (lines), in vec4s along another axis, which
-    lie in workgroup memory as they lie in memory.
-    """
+class Halves(Share):
+    """A share in f16, which lies in workgroup memory as it lies in memory."""
+
+    word = "vec4<f16>"
 
     def __init__(
         self,
@@ -156,67 +156,23 @@ class Halves:
         array: str,
         stem: str,
     ):
-        t, w = owner.t, owner.w
-        self.owner, self.factor, self.axis, self.array = owner, factor, axis, array
-        deep = length // WIDTH
-        self.deep, self.stride = deep, length + _PAD
-        count = rows * deep // t.size
-        self.names = [f"{stem}_{q}" for q in range(count)]
-        w.blocks[0] += [f"var {n}: vec4<f16>;" for n in self.names]
-        self.inside = w.let(f"lane % {deep}u", 0, "e")
-        first = w.let(f"lane / {deep}u", 0, "e")
-        self.slots, self.at = [], []
-        for q in range(count):
-            slot = first if not q else w.let(f"{first} + {q * t.size // deep}u", 0, "e")
-            self.slots.append(slot)
-            at = f"{slot} * {self.stride}u + {self.inside} * {WIDTH}u"
-            self.at.append(w.let(at, 0, "e"))
+        self.array, self.stride = array, length + _PAD
+        super().__init__(owner, factor, axis, rows, length, stem)
 
-    def fetch(self, places: Sequence[dict[int, int]], chunk: str, depth: int) -> None:
-        """Bring the share of a chunk along the axis into registers."""
-        owner, w = self.owner, self.owner.w
-        at = self.inside
-        if chunk != "0u":
-            at = w.let(f"{chunk} * {self.deep}u + {self.inside}", depth, "d")
-        along = owner.axes.at(self.axis, at, depth, True)
-        for name, own in zip(self.names, places, strict=True):
-            v = owner.axes.value(self.factor, {**own, **along}, self.axis)
-            w.line(f"{name} = vec4<f16>({v});", depth)
+    def lie(self, slot: str) -> tuple[str, ...]:
+        at = f"{slot} * {self.stride}u + {self.inside} * {WIDTH}u"
+        return (self.owner.w.let(at, 0, "e"),)
+
+    def carried(self, value: str) -> str:
+        return f"{self.word}({value})"
 
     def keep(self) -> list[str]:
         """Lines that store the share to workgroup memory."""
         return [
             f"{self.array}[{plus(at, e)}] = {name}[{e}];"
-            for name, at in zip(self.names, self.at, strict=True)
+            for name, (at,) in zip(self.names, self.at, strict=True)
             for e in range(WIDTH)
         ]
-
-
-class Near(Halves):
-    """Of the workgroup's rows."""
-
-    def places(self, at: str, depth: int) -> list[dict[int, int]]:
-        """Copies of the rows."""
-        owner = self.owner
-        out = []
-        for slot in self.slots:
-            name = owner.w.let(f"min(top + {slot}, {owner.row_end} - 1u)", depth, "r")
-            out.append(owner.axes.at(owner.o.row, name, depth))
-        return out
-
-
-class Far(Halves):
-    """Of lines, from one on."""
-
-    def places(self, at: str, depth: int) -> list[dict[int, int]]:
-        """Copies of the lines from a position on."""
-        owner = self.owner
-        out = []
-        for slot in self.slots:
-            text = f"min({at} + {slot}, {owner.line_end} - 1u)"
-            name = owner.w.let(text, depth, "n")
-            out.append(owner.axes.at(owner.o.line, name, depth))
-        return out
 
 
 class MatrixStreaming(Streaming):
@@ -240,19 +196,19 @@ class MatrixStreaming(Streaming):
         o, w, t = self.o, self.w, self.t
         w.line(f"let down = sg / {t.across}u * {t.rows // t.down}u;")
         w.line(f"let across = sg % {t.across}u * {_SIDE}u;")
-        self.pairs: dict[int, tuple[Near, Far]] = {}
-        self.weighted: dict[int, Far] = {}
+        self.pairs: dict[int, tuple[Halves, Halves]] = {}
+        self.weighted: dict[int, Halves] = {}
         for i, p in enumerate(o.products):
             near, far = self.factors[i]
             self.pairs[i] = (
-                Near(self, near, p.inner, t.rows, t.dc, "nears", f"n{i}"),
-                Far(self, far, p.inner, t.lines, t.dc, "fars", f"f{i}"),
+                Halves(self, near, p.inner, t.rows, t.dc, "nears", f"n{i}_"),
+                Halves(self, far, p.inner, t.lines, t.dc, "fars", f"f{i}_"),
             )
         for i, s in enumerate(self.matrices):
             assert s.column is not None
             length = o.extent(s.column)
-            self.weighted[i] = Far(
-                self, self.weights[i], s.column, t.lc, length, "fars", f"w{i}"
+            self.weighted[i] = Halves(
+                self, self.weights[i], s.column, t.lc, length, "fars", f"w{i}_"
             )
 
     @property
@@ -265,13 +221,13 @@ class MatrixStreaming(Streaming):
         kind, i = phase
         if kind == "sum":
             stream = self.weighted[i]
-            stream.fetch(stream.places(at, depth), "0u", depth)
+            stream.fetch(stream.lines_at(at, depth), "0u", depth)
             return
         near, far = self.pairs[i]
-        far.fetch(far.places(at, depth), "0u", depth)
+        far.fetch(far.lines_at(at, depth), "0u", depth)
         if depth > 1 and self.stays:
             return
-        near.fetch(near.places(at, depth), "0u", depth)
+        near.fetch(near.rows_at(depth), "0u", depth)
         if self.stays:
             self.w.line(BARRIER, depth)
             self.w.blocks[depth] += near.keep()
@@ -326,12 +282,12 @@ class MatrixStreaming(Streaming):
 
         chunks = o.extent(o.products[i].inner) // t.dc
         if chunks > 1:
-            places = [s.places("l", 2) for s in (near, far)]
+            places = near.rows_at(2), far.lines_at("l", 2)
             w.open()
             w.line(BARRIER)
             w.blocks[-1] += [*near.keep(), *far.keep()]
             w.line(BARRIER)
-            for s, own in zip((near, far), places):
+            for s, own in zip((near, far), places, strict=True):
                 s.fetch(own, "(d + 1u)", 3)
             w.blocks[-1] += multiply()
             body = w.close()
@@ -389,7 +345,7 @@ class MatrixStreaming(Streaming):
             w.line(BARRIER)
             if chunk + 1 < chunks:
                 at = f"l + {(chunk + 1) * t.lc}u"
-                stream.fetch(stream.places(at, 2), "0u", 2)
+                stream.fetch(stream.lines_at(at, 2), "0u", 2)
             else:
                 ahead()
             first = chunk * t.lc

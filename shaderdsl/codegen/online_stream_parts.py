@@ -21,8 +21,85 @@ LOG2E = 1.4426950408889634
 # ------------------------------------------------------------------ streams
 
 
-class Factor:
-    """A thread's share of one factor of a product: vec4s along the inner axis.
+class Share:
+    """A thread's share of the chunks of a factor: of some of its rows (lines), vec4s
+    along another axis.
+
+    Args:
+        axis: the axis that chunks follow.
+        rows: rows (lines) of a chunk, for all threads.
+        length: elements of a chunk along the axis.
+        stem: what the names of registers begin with.
+    """
+
+    #: What a register holds.
+    word = "vec4<f32>"
+
+    def __init__(
+        self,
+        owner: Streaming,
+        factor: Expr,
+        axis: int,
+        rows: int,
+        length: int,
+        stem: str,
+    ):
+        t, w = owner.t, owner.w
+        self.owner, self.factor, self.axis = owner, factor, axis
+        self.deep = deep = length // WIDTH
+        self.names = [f"{stem}{q}" for q in range(rows * deep // t.size)]
+        w.blocks[0] += [f"var {n}: {self.word};" for n in self.names]
+        self.inside = w.let(f"lane % {deep}u", 0, "e")
+        first = w.let(f"lane / {deep}u", 0, "e")
+        #: The share's rows (lines) in a chunk, and where they lie in workgroup memory.
+        self.slots: list[str] = []
+        self.at: list[tuple[str, ...]] = []
+        for q in range(len(self.names)):
+            slot = first if not q else w.let(f"{first} + {q * t.size // deep}u", 0, "e")
+            self.slots.append(slot)
+            self.at.append(self.lie(slot))
+
+    def lie(self, slot: str) -> tuple[str, ...]:
+        """Name the place of a row's (line's) word in workgroup memory."""
+        raise NotImplementedError
+
+    def rows_at(self, depth: int) -> list[dict[int, int]]:
+        """Copies of the workgroup's rows."""
+        owner = self.owner
+        out = []
+        for slot in self.slots:
+            name = owner.w.let(f"min(top + {slot}, {owner.row_end} - 1u)", depth, "r")
+            out.append(owner.axes.at(owner.o.row, name, depth))
+        return out
+
+    def lines_at(self, at: str, depth: int) -> list[dict[int, int]]:
+        """Copies of the lines from a position on."""
+        owner = self.owner
+        out = []
+        for slot in self.slots:
+            text = f"min({at} + {slot}, {owner.line_end} - 1u)"
+            name = owner.w.let(text, depth, "n")
+            out.append(owner.axes.at(owner.o.line, name, depth))
+        return out
+
+    def fetch(self, places: Sequence[dict[int, int]], chunk: str, depth: int) -> None:
+        """Bring the share of a chunk along the axis into registers."""
+        owner, w = self.owner, self.owner.w
+        at = self.inside
+        if chunk != "0u":
+            at = w.let(f"{chunk} * {self.deep}u + {self.inside}", depth, "d")
+        along = owner.axes.at(self.axis, at, depth, True)
+        for name, own in zip(self.names, places, strict=True):
+            v = owner.axes.value(self.factor, {**own, **along}, self.axis)
+            w.line(f"{name} = {self.carried(v)};", depth)
+
+    def carried(self, value: str) -> str:
+        """A value as a register holds it."""
+        return value
+
+
+class Factor(Share):
+    """A share of one factor of a product, along the inner axis.
 
     They are kept turned, so that a thread finds four neighbouring rows (lines) at one
     position of the inner axis in one word.
@@ -37,53 +114,21 @@ class Factor:
         stem: str,
         base: int,
     ):
-        t, w, o = owner.t, owner.w, owner.o
-        self.owner, self.factor, self.inner, self.near = owner, factor, inner, near
-        self.stride = (t.rows if near else t.lines) // WIDTH + 1
-        deep = t.dc // WIDTH
-        count = (t.rows if near else t.lines) * deep // t.size
-        self.names = [f"{stem}{q}" for q in range(count)]
-        w.blocks[0] += [f"var {n}: vec4<f32>;" for n in self.names]
-        self.slots: list[str] = []
-        self.at: list[tuple[str, str]] = []
-        step = t.size // deep
-        self.deep = deep
-        self.inside = w.let(f"lane % {deep}u", 0, "e")
-        first = w.let(f"lane / {deep}u", 0, "e")
-        for q in range(count):
-            slot = first if q == 0 else w.let(f"{first} + {q * step}u", 0, "e")
-            self.slots.append(slot)
-            start = f"{base}u + {self.inside} * {WIDTH * self.stride}u"
-            place = w.let(f"{start} + {slot} / {WIDTH}u", 0, "e")
-            self.at.append((place, w.let(f"{slot} % {WIDTH}u", 0, "e")))
-        self.rows = []
-        if near:
-            for slot in self.slots:
-                name = w.let(f"min(top + {slot}, {owner.row_end} - 1u)", 0, "r")
-                self.rows.append(owner.axes.at(o.row, name, 0))
+        t = owner.t
+        rows = t.rows if near else t.lines
+        self.stride, self.base = rows // WIDTH + 1, base
+        super().__init__(owner, factor, inner, rows, t.dc, stem)
+        self.rows = self.rows_at(0) if near else None
+
+    def lie(self, slot: str) -> tuple[str, str]:
+        w = self.owner.w
+        start = f"{self.base}u + {self.inside} * {WIDTH * self.stride}u"
+        place = w.let(f"{start} + {slot} / {WIDTH}u", 0, "e")
+        return place, w.let(f"{slot} % {WIDTH}u", 0, "e")
 
     def places(self, at: str, depth: int) -> list[dict[int, int]]:
         """Copies of the rows, or of the lines of a tile that begins at a line."""
-        if self.near:
-            return self.rows
-        owner = self.owner
-        out = []
-        for slot in self.slots:
-            text = f"min({at} + {slot}, {owner.line_end} - 1u)"
-            name = owner.w.let(text, depth, "n")
-            out.append(owner.axes.at(owner.o.line, name, depth))
-        return out
-
-    def fetch(self, places: Sequence[dict[int, int]], chunk: str, depth: int) -> None:
-        """Bring the share of a chunk into registers."""
-        owner, w = self.owner, self.owner.w
-        at = self.inside
-        if chunk != "0u":
-            at = w.let(f"{chunk} * {self.deep}u + {self.inside}", depth, "d")
-        inner = owner.axes.at(self.inner, at, depth, True)
-        for name, own in zip(self.names, places, strict=True):
-            v = owner.axes.value(self.factor, {**own, **inner}, self.inner)
-            w.line(f"{name} = {v};", depth)
+        return self.lines_at(at, depth) if self.rows is None else self.rows
 
     def keep(self) -> list[str]:
         """Lines that store the share to workgroup memory, turned."""
