@@ -10,6 +10,7 @@ import pytest
 
 import shaderdsl as sd
 from shaderdsl import engine
+from shaderdsl.codegen.target import Features, Limits
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,6 +78,30 @@ def retarget(wgpu):
     yield change
     device.target = before
     engine._plans.clear()
+
+
+@pytest.fixture
+def schedules(wgpu, retarget):
+    """Plan with the schedules of a family: ``"software"``, ``"gpu"``, or
+    ``"portable"``, a GPU with the least limits.
+    """
+
+    def change(family):
+        if family == "gpu":
+            features = dataclasses.replace(wgpu.target.features, wide_words=False)
+            retarget(family="gpu", features=features)
+        elif family == "portable":
+            retarget(family="gpu", features=Features(), limits=Limits())
+        return family
+
+    return change
+
+
+@pytest.fixture
+def gpu(wgpu, schedules):
+    """The adapter, planned for as a GPU."""
+    schedules("gpu")
+    return wgpu
 
 
 @pytest.fixture

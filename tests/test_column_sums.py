@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 import shaderdsl as sd
 from shaderdsl import ops
-from shaderdsl.codegen.target import Features, Limits
 
 
 @pytest.fixture(params=["software", "gpu", "portable"])
-def family(request):
+def family(request, schedules):
     """The schedules of either family, and of a GPU with the least limits."""
-    device = sd.use_device("wgpu")
-    before = device.target
-    if request.param == "gpu":
-        features = dataclasses.replace(before.features, wide_words=False)
-        device.target = dataclasses.replace(before, family="gpu", features=features)
-    elif request.param == "portable":
-        device.target = dataclasses.replace(
-            before, family="gpu", features=Features(), limits=Limits()
-        )
-    yield request.param
-    device.target = before
-    sd.use_device("cpu")
+    return schedules(request.param)
 
 
 @sd.op("r n, r n -> n, n, n")
@@ -61,23 +47,15 @@ def test_columns(family, shape):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * 16 * shape[0])
 
 
-def test_strips_read_each_number_once():
+def test_strips_read_each_number_once(schedules):
     """What a GPU moves is the matrix, and shares that are few beside it."""
-    device = sd.use_device("wgpu")
-    before = device.target
-    device.target = dataclasses.replace(
-        before, family="gpu", features=Features(), limits=Limits()
-    )
-    try:
-        f = sd.op("r n, r n -> n")(lambda x, y: sd.sum(x * y, over="r"))
-        low = sd.lower(f, sd.spec("f32", 4096, 512), sd.spec("f32", 4096, 512))
-        first, second = low.kernels
-        assert first.archetype == second.archetype == "column"
-        assert first.workgroup_size == (256, 1, 1)
-        assert low.bytes < 1.1 * 2 * 4 * 4096 * 512
-    finally:
-        device.target = before
-        sd.use_device("cpu")
+    schedules("portable")
+    f = sd.op("r n, r n -> n")(lambda x, y: sd.sum(x * y, over="r"))
+    low = sd.lower(f, sd.spec("f32", 4096, 512), sd.spec("f32", 4096, 512))
+    first, second = low.kernels
+    assert first.archetype == second.archetype == "column"
+    assert first.workgroup_size == (256, 1, 1)
+    assert low.bytes < 1.1 * 2 * 4 * 4096 * 512
 
 
 @pytest.mark.parametrize(("v", "d", "t"), [(50, 12, 600), (700, 7, 33), (64, 4, 1)])

@@ -8,7 +8,6 @@ import re
 
 import numpy as np
 import pytest
-from conftest import has_adapter
 
 import shaderdsl as sd
 from shaderdsl.codegen.contract import register_kernels, tiled_kernels
@@ -106,15 +105,7 @@ def three_factors(x, w, u):
     return -sd.sum(x * w * sd.exp(u), over="k") / 3
 
 
-@pytest.fixture(autouse=True)
-def wgpu():
-    """The driver that is there."""
-    if not has_adapter():
-        pytest.skip("no adapter")
-    yield sd.use_device("wgpu")
-    sd.use_device("cpu")
-
-
+pytestmark = pytest.mark.usefixtures("wgpu")
 DTYPES = {"float32": "f32", "float16": "f16", "int32": "i32"}
 rng = np.random.default_rng(7)
 

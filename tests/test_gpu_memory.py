@@ -10,26 +10,12 @@ import numpy as np
 import pytest
 
 import shaderdsl as sd
-from shaderdsl import engine, ops
+from shaderdsl import ops
 from shaderdsl.codegen import row
 from shaderdsl.codegen.choice import Choice, Fixed
 from shaderdsl.codegen.map import MapSchedule
 from shaderdsl.ir import interpret
 from shaderdsl.runtime import profile
-
-
-@pytest.fixture
-def gpu():
-    """The adapter, planned for as a GPU."""
-    device = sd.use_device("wgpu")
-    before = device.target
-    features = dataclasses.replace(before.features, wide_words=False)
-    device.target = dataclasses.replace(before, family="gpu", features=features)
-    engine._plans.clear()
-    yield device
-    device.target = before
-    engine._plans.clear()
-    sd.use_device("cpu")
 
 
 def texts(f, *args):

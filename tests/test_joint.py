@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from conftest import has_adapter
 
 import shaderdsl as sd
 from shaderdsl.codegen.lower import lower
@@ -16,13 +15,7 @@ from shaderdsl.ir import interpret
 rng = np.random.default_rng(3)
 
 
-@pytest.fixture(autouse=True)
-def wgpu():
-    """The driver that is there."""
-    if not has_adapter():
-        pytest.skip("no adapter")
-    yield sd.use_device("wgpu")
-    sd.use_device("cpu")
+pytestmark = pytest.mark.usefixtures("wgpu")
 
 
 def targets():

@@ -4,29 +4,19 @@ the maximum and the sum.
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 import shaderdsl as sd
 from shaderdsl import ops
 from shaderdsl.codegen import row
-from shaderdsl.codegen.target import Features, Limits
 from shaderdsl.testing.gradients import Graph
 
 
 @pytest.fixture(params=["software", "gpu"])
-def family(request):
+def family(request, schedules):
     """The schedules of either family, on whatever adapter there is."""
-    device = sd.use_device("wgpu")
-    before = device.target
-    if request.param == "gpu":
-        features = dataclasses.replace(before.features, wide_words=False)
-        device.target = dataclasses.replace(before, family="gpu", features=features)
-    yield request.param
-    device.target = before
-    sd.use_device("cpu")
+    return schedules(request.param)
 
 
 def log_sum(x):
@@ -126,22 +116,11 @@ def test_a_sum_over_another_maximum_is_left_alone(family):
 
 
 @pytest.fixture(params=["software", "gpu", "portable"])
-def looping(request, monkeypatch):
+def looping(request, schedules, monkeypatch):
     """Rows that a kernel walks in a loop, shorter than they would be."""
-    device = sd.use_device("wgpu")
-    before = device.target
-    if request.param == "gpu":
-        features = dataclasses.replace(before.features, wide_words=False)
-        device.target = dataclasses.replace(before, family="gpu", features=features)
-    elif request.param == "portable":
-        device.target = dataclasses.replace(
-            before, family="gpu", features=Features(), limits=Limits()
-        )
     monkeypatch.setattr(row, "ONLINE", 128)
     monkeypatch.setattr(row, "WRITTEN", 128)
-    yield request.param
-    device.target = before
-    sd.use_device("cpu")
+    return schedules(request.param)
 
 
 def weighted(x):

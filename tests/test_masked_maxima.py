@@ -2,7 +2,6 @@
 with its own running maximum, the values are those of the plain expressions.
 """
 
-import dataclasses
 import math
 
 import numpy as np
@@ -15,15 +14,10 @@ NONE = -math.inf
 
 
 @pytest.fixture(params=["software", "gpu"])
-def family(request, wgpu, monkeypatch):
+def family(request, schedules, monkeypatch):
     """The schedules of either family, in which rows of 600 and more are walked."""
     monkeypatch.setattr(row, "ONLINE", 16)
-    before = wgpu.target
-    if request.param == "gpu":
-        features = dataclasses.replace(before.features, wide_words=False)
-        wgpu.target = dataclasses.replace(before, family="gpu", features=features)
-    yield request.param
-    wgpu.target = before
+    return schedules(request.param)
 
 
 # y, whether an element counts for the maximum, the same for the sum, a plain shift or

@@ -10,33 +10,10 @@ import numpy as np
 import pytest
 
 import shaderdsl as sd
-from shaderdsl import engine, nn, ops
+from shaderdsl import nn, ops
 from shaderdsl.codegen.lower import lower
 from shaderdsl.ir import interpret
-from shaderdsl.runtime import current
 from shaderdsl.runtime.profiling import profile
-
-
-@pytest.fixture
-def gpu(wgpu):
-    """The adapter, planned for as a GPU."""
-    device = current()
-    before = device.target
-    features = dataclasses.replace(before.features, wide_words=False)
-    device.target = dataclasses.replace(before, family="gpu", features=features)
-    engine._plans.clear()
-    yield device
-    device.target = before
-    engine._plans.clear()
-
-
-@pytest.fixture
-def wgpu():
-    if not any(d.spec.startswith("wgpu") for d in sd.devices()):
-        pytest.skip("no adapter")
-    sd.use_device("wgpu")
-    yield
-    sd.use_device("cpu")
 
 
 def arrays(*shapes, seed=0):

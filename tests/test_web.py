@@ -14,7 +14,6 @@ from pathlib import Path
 import browser
 import numpy as np
 import pytest
-from conftest import has_adapter
 from web_plan import WebPlan
 
 import shaderdsl as sd
@@ -29,14 +28,6 @@ from shaderdsl.web.export import BROWSER
 from shaderdsl.web.files import static
 
 rng = np.random.default_rng(7)
-
-
-@pytest.fixture
-def wgpu():
-    if not has_adapter():
-        pytest.skip("no adapter")
-    yield sd.use_device("wgpu")
-    sd.use_device("cpu")
 
 
 @sd.op("... d, d -> ... d")

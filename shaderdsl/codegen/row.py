@@ -30,6 +30,7 @@ from .row_online import (
     Online,
     find_pairs,
     follows,
+    lowered_plainly,
     told_by_sum,
 )
 from .row_walk import HELD, Walks
@@ -296,6 +297,8 @@ class RowText:
             s = told_by_sum(m, sums, self.bodies)
             if s is None:
                 continue
+            if m in self.g.stored and lowered_plainly(self.bodies[s]):
+                continue  # such a sum is NaN below an infinite maximum, too
             most, total = self.g.own_load(m), self.g.own_load(s)
             readers = [
                 x

@@ -67,6 +67,12 @@ def told_by_sum(
     return None
 
 
+def lowered_plainly(body: Expr) -> bool:
+    """Whether a sum's exponentials are of y - m as it is: NaN where m is infinite."""
+    term = _term(body)
+    return term is not None and unwrapped(term[0].args[0].args[1]).kind == "load"
+
+
 def follows(body: Expr, load: Expr) -> bool:
     """Whether a value is NaN if this load is, whatever else it reads."""
     if body is load:
