@@ -773,19 +773,26 @@ def lower(
     they do.
 
     Args:
-        function: of arrays; of what ``sd.compile`` gave, its ``scores`` count.
+        function: of arrays. What ``sd.compile`` gave is planned as its calls are, with
+            its ``donate`` and ``scores``.
         args: arrays or ``sd.spec(dtype, *shape)``.
         backward: the pullback's kernels; ``residuals`` lists what forward keeps for it.
     """
     target: Any = function
-    scores = None
+    scores, donated = None, frozenset[int]()
     if isinstance(function, Compiled):
         target, scores = function.function, function.scores
-    traced = Traced(lambda *xs: target(*xs, **keywords), args, "lower", named=target)
+    if isinstance(function, Compiled) and not backward:
+        traced, donated = function.trace(function.arguments(args, keywords))
+    else:
+        traced = Traced(
+            lambda *xs: target(*xs, **keywords), args, "lower", named=target
+        )
     with lock:
         if not backward:
             stages = [*traced.outs, *traced.flags]
-            return Lowered(Plan(stages, traced.inputs, scores=scores).program, ())
+            plan = Plan(stages, traced.inputs, donated, scores)
+            return Lowered(plan.program, ())
         wrt = [traced.inputs[k] for k in _differentiable(traced)]
         seeds = [
             placeholder(("cotangent", 0, k), s.shape, s.dtype, "dy")

@@ -96,6 +96,15 @@ def test_adamw_is_few_kernels(device, donate):
     assert any("20 × adamw_update" in line for line in program(step).log)
 
 
+@pytest.mark.parametrize("donate", [(), ("model", "state")])
+def test_what_was_compiled_is_lowered_as_it_runs(device, donate):
+    step, _ = check_steps(SHAPES, donate)
+    opt, start = sd.optim.AdamW(lr=0.01), arrays(SHAPES, 0)
+    low = sd.lower(step, *fresh(start, model_of(arrays(SHAPES, 1)), opt))
+    assert [k.wgsl for k in low.kernels] == [k.wgsl for k in program(step).kernels]
+    assert (" overwrites " in low.explain()) == bool(donate)
+
+
 def test_sizes_of_all_kinds(device):
     check_steps(SHAPES, ("model", "state"))
     check_steps([(4, 0), (3,), (1, 1), (5,), (0,)], ("model", "state"))

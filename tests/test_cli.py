@@ -168,6 +168,10 @@ def test_tune_searches_an_op_of_a_file_and_lists_it(
         assert len(device.target.tuned) >= 2  # forward and pullback
         assert main(["tune", "--list"]) == 0
         assert "row_rms_norm: row(" in capsys.readouterr().out
+        late = ["tune", "swiglu", "--quick", "--minutes", "1e-9"]
+        assert main(late) == 0
+        assert "time is over" in (out := capsys.readouterr().out)
+        assert "0 kernel(s) searched" in out
         assert main(["tune", "nothing", "--seconds", "0.3"]) == 1
         assert "no row is called 'nothing'" in capsys.readouterr().err
     finally:
@@ -180,6 +184,7 @@ def test_tune_has_nothing_to_do_on_the_cpu(capsys):
     assert capsys.readouterr().err.count("\n") == 1
     assert main(["tune", "--list", "--device", "cpu"]) == 0
     assert main(["tune", "--seconds", "0"]) == 2
+    assert main(["tune", "--minutes", "-1"]) == 2
 
 
 def test_show_prints_the_kernels_that_run(ops_file, capsys):
