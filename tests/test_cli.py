@@ -168,9 +168,11 @@ def test_tune_searches_an_op_of_a_file_and_lists_it(
         assert len(device.target.tuned) >= 2  # forward and pullback
         assert main(["tune", "--list"]) == 0
         assert "row_rms_norm: row(" in capsys.readouterr().out
-        late = ["tune", "swiglu", "--quick", "--minutes", "1e-9"]
+        late = ["tune", "swiglu", "train_3M", "--quick", "--minutes", "1e-9"]
         assert main(late) == 0
         assert "time is over" in (out := capsys.readouterr().out)
+        assert "map_swiglu" in out and "random" not in out.partition("train_3M")[0]
+        assert "contract_linear_sum_swiglu" in out
         assert "0 kernel(s) searched" in out
         assert main(["tune", "nothing", "--seconds", "0.3"]) == 1
         assert "no row is called 'nothing'" in capsys.readouterr().err

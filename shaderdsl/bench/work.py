@@ -76,10 +76,6 @@ class Row:
                 return seconds * 1e3
         return 1.0 / seconds
 
-    def plan(self, quick: bool) -> None:
-        """Plan and run it once: what a search of schedules wants."""
-        self.make(quick).run()
-
 
 def distance(got: Any, want: Any) -> float:
     """``‖got - want‖ / ‖want‖``; infinite where something is not finite."""

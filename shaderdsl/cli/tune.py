@@ -95,20 +95,21 @@ def run(args: argparse.Namespace) -> int:
     search = Search(args.seconds, report, args.again)
     if args.minutes is not None:
         search.until = time.perf_counter() + 60 * args.minutes
-    with searching(search):
-        for name, work in _works(args):
-            print(name, flush=True)
-            try:
+    for name, prepare in _works(args):
+        print(name, flush=True)
+        try:
+            work = prepare()
+            with searching(search):
                 work()
-            except Exception as error:  # The others are tuned all the same.
-                failed += 1
-                print(f"  could not be tuned: {error}", file=sys.stderr, flush=True)
+        except Exception as error:  # The others are tuned all the same.
+            failed += 1
+            print(f"  could not be tuned: {error}", file=sys.stderr, flush=True)
     print(f"{found} kernel(s) searched; the winners are kept for this device")
     return 1 if failed else 0
 
 
 def _works(args: argparse.Namespace) -> list[tuple[str, Any]]:
-    """What to plan under the search, by name."""
+    """By name, what makes the inputs and gives what to plan under the search."""
     import shaderdsl as sd
 
     from ..bench import rows
@@ -128,14 +129,25 @@ def _works(args: argparse.Namespace) -> list[tuple[str, Any]]:
                 if any(x.dtype in ("f32", "f16") for x in specs):
                     sd.lower(op, *specs, backward=True, **given)
 
-            works.append((f"{op.name} ({axes})", plan))
+            works.append((f"{op.name} ({axes})", lambda plan=plan: plan))
     if chosen or not named:
         found, unknown = rows.chosen(chosen)
         for name in unknown:
             works.append((name, partial(_unknown, name)))
         for row in found:
-            works.append((row.name, lambda row=row: row.plan(args.quick)))
+            works.append((row.name, partial(_of_row, row, args.quick)))
     return works
+
+
+def _of_row(row: Any, quick: bool) -> Any:
+    """The kernels that make a row's inputs are none of its own, but a model is planned
+    while its row is made.
+    """
+    from ..bench.model_rows import MODEL_ROWS
+
+    if row in MODEL_ROWS:
+        return lambda: row.make(quick).run()
+    return row.make(quick).run
 
 
 def _unknown(name: str) -> None:
