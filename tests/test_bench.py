@@ -217,18 +217,23 @@ def test_units():
         assert Row("r", "", unit, None, None).value(2.0, work) == value
 
 
-@pytest.mark.parametrize("name", ["copy", "swiglu", "swiglu_backward", "rms_norm"])
-def test_handwritten_kernels_are_right(name, device):
-    if device.kind != "wgpu":
-        pytest.skip("hand-written WGSL needs an adapter")
-    work = ROWS[NAMES.index(name)].make(True)
-    assert work.error(work.handwritten()()) < 1e-5
-
-
-@pytest.mark.parametrize("name", ["softmax", "matmul_8192x4096x11008"])
-def test_handwritten_rows_and_products_are_right(name, device):
-    if device.kind != "wgpu":
-        pytest.skip("hand-written WGSL needs an adapter")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "copy",
+        "swiglu",
+        "swiglu_backward",
+        "gelu",
+        "gelu_backward",
+        "rms_norm",
+        "layer_norm",
+        "softmax",
+        "row_sum",
+        "gemv_t",
+        "matmul_8192x4096x11008",
+    ],
+)
+def test_handwritten_kernels_are_right(name, wgpu):
     work = ROWS[NAMES.index(name)].make(True)
     assert work.error(work.handwritten()()) < 1e-5
 

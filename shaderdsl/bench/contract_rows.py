@@ -83,6 +83,7 @@ def gemv(quick: bool, transposed: bool) -> Work:
         2 * k * n,
         torch=_torch(torch, [(k,), w.shape]),
         compiles=False,
+        handwritten=partial(hand.gemv_t, x, w) if transposed else None,
     )
 
 

@@ -113,6 +113,21 @@ def silu_mul_grad(g: Any, u: Any, dy: Any) -> Call:
     return _elementwise("silu_mul_grad", body, [g, u, dy], 2)
 
 
+_TANH = """  let x = b0[i];
+  let w = tanh(0.7978845608 * (x + 0.044715 * x * x * x));
+"""
+
+
+def gelu(x: Any) -> Call:
+    return _elementwise("gelu", _TANH + "  b1[i] = 0.5 * x * (1.0 + w);", [x], 1)
+
+
+def gelu_grad(x: Any, dy: Any) -> Call:
+    body = f"""{_TANH}  let s = 0.7978845608 * (1.0 + 0.134145 * x * x);
+  b2[i] = b1[i] * 0.5 * (1.0 + w + x * (1.0 - w * w) * s);"""
+    return _elementwise("gelu_grad", body, [x, dy], 1)
+
+
 def _tree(value: str, size: int, join: str) -> str:
     return f"""  workgroupBarrier();
   part[t] = {value};
@@ -152,6 +167,38 @@ def rms_norm(x: Any, w: Any) -> Call:
     return _row_kernel("rms_norm", body, [x, w], size)
 
 
+def layer_norm(x: Any, w: Any, b: Any) -> Call:
+    n, size = x.shape[1] // 4, 256
+    each = f"for (var j = t; j < {n}u; j += {size}u)"
+    body = f"""  let base = wg * {n}u;
+  var a = 0.0;
+  {each} {{ a += dot(b0[base + j], vec4<f32>(1.0)); }}
+{_tree("a", size, _ADD)}
+  let mean = part[0] / {4 * n}.0;
+  a = 0.0;
+  {each} {{ let v = b0[base + j] - mean; a += dot(v, v); }}
+{_tree("a", size, _ADD)}
+  let k = inverseSqrt(part[0] / {4 * n}.0 + 1e-5);
+  {each} {{ b3[base + j] = (b0[base + j] - mean) * k * b1[j] + b2[j]; }}"""
+    return _row_kernel("layer_norm", body, [x, w, b], size)
+
+
+def row_sum(x: Any) -> Call:
+    """A workgroup four rows, so that it stores a vec4."""
+    n, size = x.shape[1] // 4, 256
+    each = f"for (var j = t; j < {n}u; j += {size}u)"
+    body = f"""  var a = vec4<f32>();
+  for (var r = 0u; r < 4u; r++) {{
+    let base = (wg * 4u + r) * {n}u;
+    {each} {{ a[r] += dot(b0[base + j], vec4<f32>(1.0)); }}
+  }}
+{_tree("a", size, _ADD)}
+  if (t == 0u) {{ b1[wg] = part[0]; }}"""
+    shared = f"var<workgroup> part: array<vec4<f32>, {size}>;"
+    rows = x.shape[0]
+    return _ready("row_sum", body, [x], [(rows,)], size, rows // 4, shared)
+
+
 def softmax(x: Any) -> Call:
     n, size = x.shape[1] // 4, 256
     each = f"for (var j = t; j < {n}u; j += {size}u)"
@@ -166,6 +213,23 @@ def softmax(x: Any) -> Call:
   let over = 1.0 / part[0];
   {each} {{ b1[base + j] = exp(b0[base + j] - top) * over; }}"""
     return _row_kernel("softmax", body, [x], size)
+
+
+def gemv_t(x: Any, w: Any) -> Call:
+    """W [n, k] · x [k]: a workgroup four rows."""
+    (k,), (n, _) = x.shape, w.shape
+    size = 128
+    body = f"""  var a = vec4<f32>();
+  for (var j = t; j < {k // 4}u; j += {size}u) {{
+    let v = b0[j];
+    for (var r = 0u; r < 4u; r++) {{
+      a[r] += dot(v, b1[(wg * 4u + r) * {k // 4}u + j]);
+    }}
+  }}
+{_tree("a", size, _ADD)}
+  if (t == 0u) {{ b2[wg] = part[0]; }}"""
+    shared = f"var<workgroup> part: array<vec4<f32>, {size}>;"
+    return _ready("gemv_t", body, [x, w], [(n,)], size, n // 4, shared)
 
 
 def matmul(a: Any, b: Any) -> Call:

@@ -162,8 +162,10 @@ def gelu(quick: bool, backward: bool) -> Work:
         return t.nn.functional.gelu(x, approximate="tanh")
 
     if backward:
-        return _backward(function, ref.gelu_grad, torch, [x], 12 * x.size)
-    return _forward(function, ref.gelu, torch, [x], 8 * x.size)
+        return _backward(
+            function, ref.gelu_grad, torch, [x], 12 * x.size, hand.gelu_grad
+        )
+    return _forward(function, ref.gelu, torch, [x], 8 * x.size, hand.gelu)
 
 
 # ------------------------------------------------------------------ rows
@@ -200,7 +202,9 @@ def layer_norm(quick: bool, backward: bool) -> Work:
         return _backward(
             ops.layer_norm, ref.layer_norm_grad, torch, [x, w, b], 12 * x.size
         )
-    return _forward(ops.layer_norm, ref.layer_norm, torch, [x, w, b], 8 * x.size)
+    return _forward(
+        ops.layer_norm, ref.layer_norm, torch, [x, w, b], 8 * x.size, hand.layer_norm
+    )
 
 
 def softmax(quick: bool, backward: bool) -> Work:
@@ -222,7 +226,12 @@ def row_sum(quick: bool) -> Work:
     x = normal(1, *ROWS[quick]) + 1.0
     function = sd.op("r n -> r")(_sum_n)
     return _forward(
-        function, lambda a: a.sum(-1), lambda t, a: a.sum(-1), [x], 4 * x.size
+        function,
+        lambda a: a.sum(-1),
+        lambda t, a: a.sum(-1),
+        [x],
+        4 * x.size,
+        hand.row_sum,
     )
 
 
