@@ -97,7 +97,7 @@ MUTATIONS = (
     ),
     Mutation(
         "NaN is told by x != x, which drivers fold",
-        "ir/wgsl_math.py",
+        "ir/wgsl_math/special.py",
         "  return (bitcast<{U}>(x) & {U}(0x7fffffffu)) > {U}(0x7f800000u);",
         "  return x != x;",
         ("tests/test_wgsl_math.py", "-k", "bits or edges"),

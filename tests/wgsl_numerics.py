@@ -271,7 +271,7 @@ TEXT = """# Numbers: how exact they are
 Written by `PYTHONPATH=. python tests/wgsl_numerics.py`; do not edit. Driver: {driver}.
 
 Values are computed in f32. Addition, subtraction, multiplication and `sqrt` are the
-driver's, everything else is built from those in `shaderdsl/ir/wgsl_math.py`. The table
+driver's, everything else is built from those in `shaderdsl/ir/wgsl_math/`. The table
 gives the largest error that was measured against float64 NumPy, in units of the last
 place (ULP) of the f32 result, over {points:,} points a range: half of them evenly
 spaced, half spread evenly over exponents. *Promised* is the bound that the tests

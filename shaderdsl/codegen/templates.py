@@ -78,7 +78,7 @@ def version() -> str:
     """
     digest = hashlib.sha256()
     here = Path(__file__).parent
-    for path in sorted([*here.glob("*.py"), *(here.parent / "ir").glob("*.py")]):
+    for path in sorted([*here.rglob("*.py"), *(here.parent / "ir").rglob("*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
