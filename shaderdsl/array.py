@@ -51,6 +51,7 @@ class Array:
         "_donated",
         "_held",
         "_host",
+        "_span",
         "_stage",
         "dtype",
         "shape",
@@ -65,6 +66,7 @@ class Array:
         self._stage: Stage | None = None
         self._buffer: Any = None
         self._host: np.ndarray | None = None
+        self._span: tuple[int, int] | None = None
         self._donated = self._held = False
         # A symbol for a Python number: it takes the dtype of what it meets.
         self.weak = False
@@ -95,7 +97,7 @@ class Array:
         for buffer, (shape, dtype) in zip(buffers, kinds):
             a = new(Array)
             a.shape, a.dtype, a._buffer = shape, dtype, buffer
-            a._stage = a._host = None
+            a._stage = a._host = a._span = None
             a._donated = a._held = a.weak = False
             out.append(a)
         return out
@@ -163,6 +165,14 @@ class Array:
             )
             self._buffer = device.upload(host, self.dtype.name)
         return self._buffer
+
+    def span(self) -> tuple[int, int] | None:
+        """Least and greatest of integers that the host knows, else None."""
+        host = self._host
+        if self._span is None and host is not None and host.size:
+            least = np.minimum.reduce(host, axis=None)
+            self._span = int(least), int(np.maximum.reduce(host, axis=None))
+        return self._span
 
     def donate(self) -> None:
         """Give the memory away; any later use is an error."""

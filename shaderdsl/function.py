@@ -59,6 +59,23 @@ class _Known:
         # Inputs that decide about ids.
         self.looked = [k for k, s in enumerate(traced.inputs) if s in read]
         self.ids = [traced.inputs[k] for k in self.looked]
+        plain = [c for c in traced.checks if c.index.kind == "load"]
+        at = {s: k for k, s in enumerate(self.ids)}
+        # Which of these an index is, and below what it must be, if all are so plain.
+        self.plain = [(at[c.index.data], c.extent) for c in plain if c.index.data in at]
+        if len(self.plain) < len(traced.checks):
+            self.plain = []
+
+    def check(self, looked: Sequence[Array]) -> None:
+        """Look at the ids of a call: see `check_ids`."""
+        for k, extent in self.plain:
+            span = looked[k].span()
+            if span is None or span[0] < 0 or span[1] >= extent:
+                break
+        else:
+            if self.plain:
+                return
+        check_ids(self.traced.checks, self.ids, looked)
 
     def seen(self, arrays: Sequence[Array], structure: tree.Structure) -> None:
         """Note a call of this signature whose leaves are all arrays."""
@@ -206,8 +223,7 @@ class Compiled:
                 self._latest = known
         traced, plan, donated = known.traced, known.plan, known.donated
         if traced.checks:
-            looked = [given[k] for k in known.looked]
-            check_ids(traced.checks, known.ids, looked)
+            known.check([given[k] for k in known.looked])
         buffers = [
             b if (b := a._buffer) is not None and b.device is device else a.buffer()
             for a in given
@@ -235,28 +251,22 @@ class Compiled:
         known = link.known
         traced: Traced = known.traced
         if traced.checks:
-            check_ids(traced.checks, known.ids, [g.others[k] for k in link.looked])
-        memory: list[Any] = []
+            known.check([g.others[k] for k in link.looked])
+        held: list[Any] = []  # each argument's memory
         taken: list[tuple[handed.Handed, Any]] = []
         given: list[int] = []
-        at = 0
-        for item, count, gone in zip(g.items, link.counts, link.donated):
+        for item, gone in zip(g.items, link.donated):
+            own: list[Any] | None = g.memory
             if type(item) is handed.Handed:
                 own = item.take() if gone else item.memory
                 if own is None:  # Somebody looked just now.
                     break
                 if gone:
                     taken.append((item, own))
-                memory += own
-            elif type(item) is list:
-                memory += [None] * count
-            else:
-                memory += g.memory[at : at + count]
-                if gone:
-                    given += range(at, at + count)
-                at += count
+            held.append(own)
         else:
-            memory += [None] * link.captured
+            given = link.given
+            memory = [held[argument][k] for argument, k in link.sources]
             begun = functools.partial(self._begun, g, taken, given)
             again = known.plan.executable.again
             try:

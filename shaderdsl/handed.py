@@ -36,22 +36,22 @@ class Handed:
 
     Attributes:
         key: equal keys are the same memory.
-        memory: each result's; None once it was given away or arrays were made.
+        piece: which of it each result has.
+        memory: each once; None after it was given away or arrays were made.
     """
 
-    __slots__ = ("_arrays", "_device", "_kinds", "_places", "key", "memory")
+    __slots__ = ("_arrays", "_device", "_kinds", "key", "memory", "piece")
 
-    def __init__(self, outcome: Outcome, kinds: Kinds, part: slice):
-        places = outcome.places[part]
-        self.key = (outcome.name, part.start, part.stop)
-        self.memory: list[Allocation] | None = [
-            outcome.memory[number] for number, _, _ in places
-        ]
-        self._device, self._kinds, self._places = outcome.device, kinds[part], places
+    def __init__(self, outcome: Outcome, kinds: Kinds, start: int, stop: int):
+        self.key = (outcome.name, start, stop)
+        self.piece = outcome.replay.piece(start, stop)
+        every = outcome.memory
+        self.memory: list[Allocation] | None = [every[k] for k in self.piece.numbers]
+        self._device, self._kinds = outcome.device, kinds  # of all results
         self._arrays: list[Array] | None = None
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.piece.places)
 
     def __iter__(self) -> Iterator[Array]:
         return iter(self.arrays())
@@ -67,14 +67,14 @@ class Handed:
         with _making:
             if self._arrays is None:
                 memory = self.take()
+                kinds = self._kinds[self.key[1] : self.key[2]]
                 if memory is None:
-                    self._arrays = Array.of_buffers([None] * len(self), self._kinds)
+                    self._arrays = Array.of_buffers([None] * len(self), kinds)
                     for a in self._arrays:
                         a.donate()
                 else:
-                    places = [(k, *p[1:]) for k, p in enumerate(self._places)]
-                    buffers = handed_out(self._device, memory, places)
-                    self._arrays = Array.of_buffers(buffers, self._kinds)
+                    buffers = handed_out(self._device, memory, self.piece.places)
+                    self._arrays = Array.of_buffers(buffers, kinds)
             return self._arrays
 
 
@@ -89,7 +89,7 @@ class Results(Sequence[Array]):
 
     def __getitem__(self, k: Any) -> Any:
         if isinstance(k, slice):
-            return Handed(self._outcome, self._kinds, k)
+            return Handed(self._outcome, self._kinds, k.start, k.stop)
         return Array.of_buffers([self._outcome.buffer(k)], [self._kinds[k]])[0]
 
 
@@ -100,19 +100,21 @@ class Link:
     Attributes:
         known: what its signature gave.
         replay: how its memory lies.
-        counts: leaves of each argument.
+        sources: where each memory that the replay keeps comes from: an argument, and
+            its position among the argument's (of all other leaves where it is no
+            `Handed`).
         donated: whether each argument is.
-        looked: which of the other leaves decide about ids.
-        captured: how many inputs are no arguments.
+        given: which of the other leaves are.
+        looked: which of them decide about ids.
         changes: the count of `changes` until which all this holds.
     """
 
     known: Any
     replay: Replay
-    counts: list[int]
+    sources: list[tuple[int, int]]
     donated: list[bool]
+    given: list[int]
     looked: list[int]
-    captured: int
     changes: int
 
 
@@ -138,7 +140,7 @@ class Given:
 
 def given(args: Sequence[Any], device: Any) -> Given | None:
     """How arguments are given; None where that needs a look at each leaf."""
-    every = [tree.kept(x) for x in args]
+    every = [None if type(x) is Array else tree.kept(x) for x in args]
     if not any(every):
         return None
     parts: list[Any] = []
@@ -146,19 +148,23 @@ def given(args: Sequence[Any], device: Any) -> Given | None:
     others: list[Any] = []
     seen = set()
     for x, kept in zip(args, every):
+        if type(x) is Array:  # The plain case of the next one.
+            parts.append(None)
+            items.append(1)
+            others.append(x)
+            continue
         if kept is None:
-            before = len(others)
-            leaves, structure = tree.flatten(x)
-            others += leaves
+            found, structure = tree.flatten(x)
+            others += found
             parts.append(structure)
-            items.append(len(others) - before)
+            items.append(len(found))
             continue
         leaves, structure, serial = kept
         if type(leaves) is Handed:
             if leaves.memory is None or leaves.key in seen:
                 return None
             seen.add(leaves.key)
-            parts += (leaves.key, structure)
+            parts += (leaves.key, structure.number)
         else:
             parts.append(serial)
         items.append(leaves)
@@ -189,7 +195,7 @@ def given(args: Sequence[Any], device: Any) -> Given | None:
         id(device),
         tuple(parts),
         numbers,
-        tuple([(a.shape, a.dtype) for a in others]),
+        tuple([(a.shape, a.dtype.name) for a in others]),
         tuple([b.key for b in buffers]),
         tuple([(m.shared, m.parts) for m in memory]),
     )
@@ -218,22 +224,34 @@ class Links:
             donated: whether each argument is.
             count: leaves in all.
         """
-        counts = [n if isinstance(n, int) else len(n) for n in g.items]
         fixed = [x for x in g.items if type(x) is list]
+        given: list[int] = []
         number: list[int | None] = []  # among the others, of each leaf
+        source: list[tuple[int, int] | None] = []
         others = 0
-        for item, n, gone in zip(g.items, counts, donated):
-            if gone and type(item) is list:
-                return
+        for argument, (item, gone) in enumerate(zip(g.items, donated)):
             if isinstance(item, int):
-                number += range(others, others + n)
-                others += n
+                own = range(others, others + item)
+                others += item
+                number += own
+                source += [(argument, k) for k in own]
+                if gone:
+                    given += own
+            elif type(item) is Handed:
+                number += [None] * len(item)
+                source += [(argument, k) for k, _, _ in item.piece.places]
+            elif gone:
+                return
             else:
-                number += [None] * n
+                number += [None] * len(item)
+                source += [None] * len(item)
         if replay.results is None or len(number) != count:
             return
+        source += [None] * len(known.plan.captured)
+        sources = [source[k] for k in replay.kept]
         looked = [number[k] for k in known.looked]
-        if None in looked:  # ids inside of what nobody looks at
+        # Ids, or memory that results lie in, inside of what nobody looks at.
+        if None in looked or None in sources:
             return
         every = [a for part in (*fixed, known.plan.captured) for a in part]
         if not all(type(a) is Array for a in every):
@@ -244,10 +262,10 @@ class Links:
         self._known[g.key] = Link(
             known,
             replay,
-            counts,
+            [s for s in sources if s is not None],
             list(donated),
+            given,
             [k for k in looked if k is not None],
-            len(known.plan.captured),
             before,
         )
         while len(self._known) > KEEP:

@@ -77,6 +77,11 @@ class Structure:
         return hash((self.kind, self.key, self.children))
 
     @cached_property
+    def number(self) -> int:
+        """A number that no other object has, equal or not."""
+        return next(_serials)
+
+    @cached_property
     def frozen(self) -> bool:
         """Whether a pytree of this structure cannot change but for its leaves."""
         kind = self.kind

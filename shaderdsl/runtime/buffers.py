@@ -14,6 +14,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, DeviceLostError, DonatedError, OutOfMemoryError
@@ -40,6 +41,7 @@ def new_serial() -> int:
     return next(_serials)
 
 
+@lru_cache(maxsize=4096)
 def size_class(nbytes: int) -> int:
     """Bytes that are allocated for a request: eight steps to each power of two.
 
@@ -183,33 +185,45 @@ class Pool:
         Raises:
             OutOfMemoryError: it does not fit, even after free memory was let go.
         """
+        return self.acquire_all([nbytes])[0]
+
+    def acquire_all(self, sizes: Sequence[int]) -> list[Allocation]:
+        """Memory of at least each of these sizes.
+
+        Raises:
+            OutOfMemoryError: see `acquire`.
+        """
+        with self._lock:
+            self._collect()
+            return [self._acquire(nbytes) for nbytes in sizes]
+
+    def _acquire(self, nbytes: int) -> Allocation:
         capacity = size_class(nbytes)
         if self.max_bytes is not None and capacity > self.max_bytes:
             capacity = -(-nbytes // MIN_BYTES) * MIN_BYTES
             if capacity > self.max_bytes:
                 # Limits such as 2³¹-1 are no multiple of a vec4 themselves.
                 capacity = -(-nbytes // 4) * 4
-        with self._lock:
-            self._collect()
+        ready = self._free.get(capacity)
+        if not ready and self._bundles:
+            self._unbundle()
             ready = self._free.get(capacity)
-            if not ready and self._bundles:
-                self._unbundle()
-                ready = self._free.get(capacity)
-            if ready:
-                serial, handle = ready.pop(0)
-                self._free_bytes -= capacity
-            else:
-                if self.limit is not None:
-                    if self._live + capacity > self.limit:
-                        raise self.exhausted(nbytes)
-                    if self._live + self._free_bytes + capacity > self.limit:
-                        self._let_go()
-                serial, handle = next(_serials), self._make(capacity, nbytes)
-            if self.reuse:
-                self._held[serial] = handle
-            self._live += capacity
-            self._peak = max(self._peak, self._live)
-            return Allocation(self, handle, capacity, serial)
+        if ready:
+            serial, handle = ready.pop(0)
+            self._free_bytes -= capacity
+        else:
+            if self.limit is not None:
+                if self._live + capacity > self.limit:
+                    raise self.exhausted(nbytes)
+                if self._live + self._free_bytes + capacity > self.limit:
+                    self._let_go()
+            serial, handle = next(_serials), self._make(capacity, nbytes)
+        if self.reuse:
+            self._held[serial] = handle
+        self._live += capacity
+        if self._live > self._peak:
+            self._peak = self._live
+        return Allocation(self, handle, capacity, serial)
 
     def borrow(self, owner: int, sizes: Sequence[int]) -> Bundle:
         """Memory for temporaries of these sizes: what the owner gave back, or new.
@@ -224,7 +238,7 @@ class Pool:
                 self._live += bundle.nbytes
                 self._peak = max(self._peak, self._live)
                 return bundle
-        return Bundle([self.acquire(n) for n in sizes])
+        return Bundle(self.acquire_all(sizes))
 
     def give_back(self, owner: int, bundle: Bundle) -> None:
         """End of a call; what runs on the device later comes after it."""
@@ -278,11 +292,9 @@ class Pool:
                 break
             self._live -= capacity
             if self.reuse:
-                bisect.insort(
-                    self._free.setdefault(capacity, []),
-                    (serial, self._held.pop(serial)),
-                    key=lambda item: item[0],
-                )
+                # Serials differ, so handles are never compared.
+                free = self._free.setdefault(capacity, [])
+                bisect.insort(free, (serial, self._held.pop(serial)))
                 self._free_bytes += capacity
         if self._free_bytes > max(KEEP_FREE_BYTES, self._peak):
             self._let_go()

@@ -18,7 +18,7 @@ import numpy as np
 from ..codegen.target import Target
 from ..errors import DeviceError, DeviceLostError, LimitError, NoAdapterError
 from . import library
-from .buffers import Buffer, Pool
+from .buffers import Allocation, Buffer, Pool
 
 if TYPE_CHECKING:
     from ..codegen.program import Kernel, Program
@@ -60,15 +60,15 @@ class Executable(abc.ABC):
     def again(
         self,
         replay: Replay,
-        memory: list[Any],
+        memory: list[Allocation],
         scalars: Mapping[str, float],
         begun: Callable[[], None],
     ) -> Outcome | None:
         """A call in the memory of an earlier one; None if it is not known any more.
 
         Args:
-            memory: of each input; None for those that are not donated.  What of it is
-                donated belongs to the results.
+            memory: of the inputs that `Replay.kept` names.  What of it is donated
+                belongs to the results.
             begun: called when that memory is about to be overwritten.
         """
         return None

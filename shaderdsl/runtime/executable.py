@@ -135,7 +135,7 @@ class WgpuExecutable(Executable):
     def again(
         self,
         replay: Replay,
-        memory: list[Any],
+        memory: list[Allocation],
         scalars: Mapping[str, float],
         begun: Callable[[], None],
     ) -> Outcome | None:
@@ -144,7 +144,7 @@ class WgpuExecutable(Executable):
         words = self._block.fill(scalars)
         bundle = device.pool.borrow(self._owner, replay.temps[1])
         try:
-            fresh = [device.pool.acquire(nbytes) for nbytes in replay.outputs[1]]
+            fresh = device.pool.acquire_all(replay.outputs[1])
             encoded = replay.encoded.get(self._acquired(bundle, fresh))
             if encoded is None:
                 return None
@@ -190,7 +190,7 @@ class WgpuExecutable(Executable):
         try:
             for slot, allocation in zip(temps[0], bundle.allocations):
                 memory[slot] = (allocation, 0)
-            fresh = [pool.acquire(nbytes) for nbytes in outputs[1]]
+            fresh = pool.acquire_all(outputs[1])
             for slot, allocation in zip(outputs[0], fresh):
                 memory[slot] = (allocation, 0)
             held = [b.allocation for b in inputs]
@@ -204,12 +204,23 @@ class WgpuExecutable(Executable):
             pool.give_back(self._owner, bundle)
         parts = self._note_parts(plan, results, memory, len(inputs), donated)
         if not copies:
-            number = {a.serial: k for k, a in enumerate([*held, *fresh])}
+            last = {a.serial: k for k, a in enumerate(held)}
+            ours = {b.allocation.serial for b in results}
+            ours |= {memory[slot][0].serial for slot, _ in parts}
+            kept = sorted(last[s] for s in ours & set(last))
+            every = [*(held[k] for k in kept), *fresh]
+            number = {a.serial: k for k, a in enumerate(every)}
             alone = len({b.key for b in results}) == len(results) and not any(
                 slot < len(inputs) and slot not in donated for slot, _ in plan.outputs
             )
+            # How memory is divided when such a call begins is known: for most of it
+            # there is nothing to tell afterwards.
+            before = [*(divided[k] for k in kept), *(None for _ in fresh)]
+            told = [(number[memory[slot][0].serial], p) for slot, p in parts]
+            told = [(n, p) for n, p in told if p != before[n]]
             replay = Replay(
                 plan,
+                kept,
                 donated,
                 shared,
                 divided,
@@ -219,7 +230,7 @@ class WgpuExecutable(Executable):
                 [(number[b.allocation.serial], b.offset, b.nbytes) for b in results]
                 if alone
                 else None,
-                [(number[memory[slot][0].serial], p) for slot, p in parts],
+                told,
             )
             replay.encoded[self._acquired(bundle, fresh)] = encoded
             with self._lock:
@@ -235,8 +246,7 @@ class WgpuExecutable(Executable):
         words: bytes,
     ) -> list[Buffer] | Outcome:
         """A call whose inputs lie as an earlier call's did, in memory ``held``."""
-        acquire = self.device.pool.acquire
-        fresh = [acquire(nbytes) for nbytes in replay.outputs[1]]
+        fresh = self.device.pool.acquire_all(replay.outputs[1])
         acquired = self._acquired(bundle, fresh)
         encoded = replay.encoded.get(acquired)
         if encoded is None:
@@ -246,6 +256,7 @@ class WgpuExecutable(Executable):
                 replay.encoded[acquired] = encoded
                 if len(replay.encoded) > KEEP:
                     replay.encoded.popitem(last=False)
+        held = [held[k] for k in replay.kept]
         held += fresh
         begun = self._taker(inputs)
         if replay.results is not None:
@@ -261,7 +272,7 @@ class WgpuExecutable(Executable):
         self,
         replay: Replay,
         encoded: Encoded,
-        memory: list[Any],
+        memory: list[Allocation],
         words: bytes,
         begun: Callable[[], None],
     ) -> Outcome:

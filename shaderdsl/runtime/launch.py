@@ -72,7 +72,7 @@ def encode(gpu: Any, steps: Sequence[Step], moves: Sequence[Move] = ()) -> Any:
         raw = backend.libf.wgpuCommandEncoderFinish(encoder, _NULL)
     finally:
         _release(encoder)
-    return backend.GPUCommandBuffer("", raw, gpu)
+    return library.commands(raw, gpu)
 
 
 def _encode_slowly(gpu: Any, steps: Sequence[Step], moves: Sequence[Move]) -> Any:

@@ -14,7 +14,7 @@ import importlib
 import itertools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..errors import DeviceError, NoAdapterError
@@ -60,6 +60,10 @@ class Library(Protocol):
         """A device of an adapter; ``unchecked`` without checks, where `at_once`."""
         ...
 
+    def commands(self, raw: Any, gpu: Any) -> Any:
+        """A command buffer of the C functions, as `submit` takes it."""
+        ...
+
     def submit(self, queue: Any, commands: Sequence[Any]) -> int:
         """Submit command buffers; gives what `wait` takes."""
         ...
@@ -103,6 +107,18 @@ class Library(Protocol):
         ...
 
 
+class _Commands:
+    """A command buffer; wgpu-py's own class costs a dispatch's time and more."""
+
+    __slots__ = ("_internal", "_release")
+
+    def __init__(self, raw: Any, release: Callable[[Any], None]):
+        self._internal, self._release = raw, release
+
+    def __del__(self) -> None:
+        self._release(self._internal)
+
+
 class _Native:
     """wgpu-py."""
 
@@ -132,6 +148,9 @@ class _Native:
         return adapter.request_device_sync(
             required_features=list(features), required_limits=dict(limits)
         )
+
+    def commands(self, raw: Any, gpu: Any) -> Any:
+        return _Commands(raw, self.raw.wgpuCommandBufferRelease)
 
     def submit(self, queue: Any, commands: Sequence[Any]) -> int:
         every = [c._internal for c in commands]
@@ -239,6 +258,9 @@ class _Dawn:
         every = self.api.gpu.enumerate_adapters_sync()
         wanted = dict(adapter.info)
         return next((a for a in every if dict(a.info) == wanted), adapter)
+
+    def commands(self, raw: Any, gpu: Any) -> Any:
+        return self.backend.GPUCommandBuffer("", raw, gpu)
 
     def submit(self, queue: Any, commands: Sequence[Any]) -> int:
         queue.submit(commands)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .arenas import Memory
 from .buffers import Allocation, Buffer, Bundle, handed_out, new_serial
@@ -37,13 +37,27 @@ class Encoded:
     name: int = field(default_factory=new_serial)
 
 
+class Piece(NamedTuple):
+    """Results that belong together.
+
+    Attributes:
+        numbers: of their memory, each once.
+        places: of each result ``(position in numbers, offset, nbytes)``.
+    """
+
+    numbers: list[int]
+    places: list[tuple[int, int, int]]
+
+
 @dataclass
 class Replay:
     """One arrangement of a program's inputs.
 
-    Memory is numbered here: that of each input, then what is acquired for outputs.
+    Memory is numbered here: that of the inputs in ``kept``, then what is acquired for
+    outputs.
 
     Attributes:
+        kept: inputs in whose memory results lie.
         donated: inputs whose memory nobody else sees.
         shared, divided: for each input whether its memory is shared, and its parts.
         arenas: for each arena the input that begins it, and how far before it.
@@ -51,12 +65,14 @@ class Replay:
         outputs: slots of outputs that lie in no input, and their sizes.
         results: for each output ``(memory, offset, nbytes)``; None where two of them
             show the same bytes, or one shows those of an input that stays.
-        parts: what memory is divided into afterwards.
+        parts: what memory is divided into afterwards, where that is new.
         encoded: by the memory that was acquired.
+        pieces: by the first result and the one after the last.
         alive: False once it is forgotten.
     """
 
     plan: MemoryPlan
+    kept: list[int]
     donated: frozenset[int]
     shared: list[bool]
     divided: list[Parts]
@@ -66,7 +82,20 @@ class Replay:
     results: list[tuple[int, int, int]] | None
     parts: list[tuple[int, Parts]]
     encoded: OrderedDict[tuple[int, ...], Encoded] = field(default_factory=OrderedDict)
+    pieces: dict[tuple[int, int], Piece] = field(default_factory=dict)
     alive: bool = True
+
+    def piece(self, start: int, stop: int) -> Piece:
+        """Where some of the results lie."""
+        found = self.pieces.get((start, stop))
+        if found is None:
+            assert self.results is not None
+            places = self.results[start:stop]
+            numbers = list(dict.fromkeys(number for number, _, _ in places))
+            at = {number: k for k, number in enumerate(numbers)}
+            found = Piece(numbers, [(at[n], offset, size) for n, offset, size in places])
+            self.pieces[start, stop] = found
+        return found
 
     def forget(self) -> None:
         """Let go of what keeps memory alive."""
@@ -135,20 +164,28 @@ class Outcome:
     """A call's results as memory.
 
     Attributes:
-        memory: of each input, then what was acquired; None where nothing lies.
-        places: of each result ``(number of its memory, offset, nbytes)``.
+        memory: as the replay numbers it.
         replay: how the call's memory lay.
         name: outcomes of one name lie in the same memory.
     """
 
-    __slots__ = ("device", "memory", "name", "places", "replay")
+    __slots__ = ("device", "memory", "name", "replay")
 
     def __init__(
-        self, device: Device, memory: list[Any], replay: Replay, encoded: Encoded
+        self,
+        device: Device,
+        memory: list[Allocation],
+        replay: Replay,
+        encoded: Encoded,
     ):
-        assert replay.results is not None
-        self.device, self.memory, self.places = device, memory, replay.results
+        self.device, self.memory = device, memory
         self.replay, self.name = replay, encoded.name
+
+    @property
+    def places(self) -> list[tuple[int, int, int]]:
+        """Of each result ``(number of its memory, offset, nbytes)``."""
+        assert self.replay.results is not None
+        return self.replay.results
 
     def buffer(self, k: int) -> Buffer:
         """Result ``k``."""
