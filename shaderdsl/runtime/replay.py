@@ -93,7 +93,8 @@ class Replay:
             places = self.results[start:stop]
             numbers = list(dict.fromkeys(number for number, _, _ in places))
             at = {number: k for k, number in enumerate(numbers)}
-            found = Piece(numbers, [(at[n], offset, size) for n, offset, size in places])
+            inside = [(at[n], offset, nbytes) for n, offset, nbytes in places]
+            found = Piece(numbers, inside)
             self.pieces[start, stop] = found
         return found
 
