@@ -7,10 +7,8 @@ evaluates in float64, and only then timed. What fails is left out, with its reas
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -23,30 +21,23 @@ from .codegen.lower import trials
 from .codegen.target import Target
 from .codegen.tuning import Trial
 from .errors import DeviceLostError, ShaderError
-from .ir import expr as E
-from .ir import interpret
-from .ir.stage import Stage, topo_stages
-from .runtime import Buffer, Device, current, use_device
+from .ir.stage import Stage
+from .runtime import Buffer, current, use_device
 from .runtime import tuned as files
 from .runtime.device import say_once
 from .runtime.timing import median_time, time_once, warm
+from .tuner_check import Data, check
 
 __all__ = ["Result", "Search", "default_search", "describe", "searching"]
 
 #: A candidate replaces the default if it is faster by this.
 MARGIN = 0.03
-#: Seconds of work before each candidate is timed.
-_WARM = 0.04
 #: Choices that are compiled side by side before they are tried one by one.
 _TOGETHER = 24
 #: Positions of one stage beyond which the plain expression would take too long.
 LARGEST = 1 << 38
 #: Elements of one result beyond which the plain expression would not fit in memory.
 LARGEST_RESULT = 1 << 28
-#: How far a result may be from float64: relative to itself and to the result's scale.
-TOLERANCE = {"f32": 3e-4, "f16": 4e-3}
-#: Elements that are compared at a time: what the caches of a processor hold.
-_PIECE = 1 << 18
 
 
 @dataclass
@@ -154,8 +145,6 @@ def keep(key: str, result: Result) -> None:
 
 def find_best(trial: Trial, seconds: float) -> Result:
     """Try a kernel's choices on the device in use."""
-    device: Any = current()
-    spec = device.info.spec
     default = trial.choices[0]
     result = Result(trial.name, default, default)
     size = max((s.size for s in (*trial.outputs, *trial.members)), default=0)
@@ -171,36 +160,81 @@ def find_best(trial: Trial, seconds: float) -> Result:
     if data is None:
         result.skipped = "its plain expression is not finite on random inputs"
         return result
-    times: dict[Choice, float] = {}
+    start = time.perf_counter()
+    runs = _right_ones(trial, data, result, start + seconds / 2)
+    if default not in runs:
+        result.skipped = f"the default failed: {result.failed[-1][1]}"
+        return result
+    _decide(result, _timed(runs, result, seconds, start + seconds), runs)
+    return result
+
+
+def _right_ones(
+    trial: Trial, data: Data, result: Result, end: float
+) -> dict[Choice, Callable[[], Any]]:
+    """The choices whose results are right, with their calls; the default first."""
+    default = result.default
     runs: dict[Choice, Callable[[], Any]] = {}
-    _expect(trial)
-    end = time.perf_counter() + seconds
     buffers = data.upload(current())
+    _expect(trial)
     for choice in trial.choices:
+        if len(runs) > 1 and time.perf_counter() > end:
+            break
+        try:
+            runs[choice] = _prepare(trial, choice, buffers, data)
+        except DeviceLostError as error:
+            result.failed.append((choice, error.message))
+            _again()
+            runs, buffers = {}, data.upload(current())
+            if choice != default:  # What was prepared before went with the device.
+                runs[default] = _prepare(trial, default, buffers, data)
+        except Exception as error:
+            result.failed.append((choice, _reason(error)))
+        if default not in runs:
+            break
+    return runs
+
+
+def _timed(
+    runs: Mapping[Choice, Callable[[], Any]],
+    result: Result,
+    seconds: float,
+    end: float,
+) -> dict[Choice, float]:
+    """Seconds of each choice, one after another, so that clocks stay up."""
+    times: dict[Choice, float] = {}
+    warm(current(), runs[result.default], 0.3)
+    for choice, run in runs.items():
         if len(times) > 1 and time.perf_counter() > end:
             break
         try:
-            run = _prepare(trial, choice, buffers, data)
-            # Clocks fall while the host prints the next candidate.
-            warm(current(), run, _WARM if times else 0.3)
             first = time_once(current(), run)
-            if times and first > 2 * min(times.values()):
+            if not times or first < 2 * min(times.values()):
+                each = min(0.3, seconds / 40)
+                times[choice] = median_time(current(), run, each, 3, _repeats(first))
+            else:
                 times[choice] = first
-                continue
-            times[choice] = median_time(current(), run, min(0.3, seconds / 20))
-            runs[choice] = run
         except DeviceLostError as error:
             result.failed.append((choice, error.message))
-            use_device(spec)
-            buffers, runs = data.upload(current()), {}
+            _again()  # without what was prepared: the default stays
+            return {c: t for c, t in times.items() if c == result.default}
         except Exception as error:
             result.failed.append((choice, _reason(error)))
-        if choice == default and default not in times:
-            result.skipped = f"the default failed: {result.failed[-1][1]}"
-            return result
     result.tried = len(times)
-    _decide(result, times, runs)
-    return result
+    return times
+
+
+def _again() -> None:
+    """Open a device that was lost."""
+    device: Any = current()
+    use_device(device.info.spec)
+
+
+def _repeats(seconds: float) -> int:
+    """How often a kernel runs between two timestamps: beside itself, as in a plan,
+    unless it is so long that this makes no difference.
+    """
+    return 3 if seconds < 0.01 else 0
 
 
 def _expect(trial: Trial) -> None:
@@ -218,21 +252,29 @@ def _decide(
     """Once more the fastest few beside the default, in turn: what was faster by chance
     is found out.
     """
-    result.default_seconds = result.best_seconds = times[result.default]
-    if result.default not in runs:
+    if result.default not in times:
+        result.skipped = "the default could not be timed"
         return
-    few = sorted(runs, key=lambda c: times[c])[:3]
+    result.default_seconds = result.best_seconds = times[result.default]
+    if len(times) == 1:
+        return
+    few = sorted(times, key=lambda c: times[c])[:3]
     few = list(dict.fromkeys([result.default, *few]))
+    repeats = _repeats(times[result.default])
     rounds: dict[Choice, list[float]] = {c: [] for c in few}
-    for _ in range(7):
+    for _ in range(9):
         for c in few:
             try:
-                rounds[c].append(time_once(current(), runs[c]))
+                rounds[c].append(time_once(current(), runs[c], repeats))
+            except DeviceLostError as error:
+                result.failed.append((c, error.message))
+                _again()
+                return  # nothing to compare with: the default stays
             except Exception as error:
                 result.failed.append((c, _reason(error)))
-                if c == result.default or isinstance(error, DeviceLostError):
-                    return  # nothing to compare with: the default stays
                 few = [x for x in few if x != c]
+                if c == result.default:
+                    return
     medians = {c: float(np.median(rounds[c])) for c in few}
     best = min(few, key=lambda c: medians[c])
     result.default_seconds = medians[result.default]
@@ -267,155 +309,6 @@ def _prepare(
         got = device.download(buffer, stage.shape, stage.dtype)
         check(stage, got, want)
     return run
-
-
-def check(stage: Stage, got: np.ndarray[Any, Any], want: np.ndarray[Any, Any]) -> None:
-    """Compare a result with the plain expression's.
-
-    Raises:
-        ShaderError: where they differ, and by how much.
-    """
-    pieces = [slice(k, k + _PIECE) for k in range(0, max(want.size, 1), _PIECE)]
-    mine, plain = got.reshape(-1), want.reshape(-1)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy leaves the others to run
-        scale = 0.0
-        if stage.dtype in TOLERANCE:
-            parts = list(pool.map(_squares, (plain[p] for p in pieces)))
-            count = sum(n for _, n in parts)
-            scale = float(np.sqrt(sum(s for s, _ in parts) / max(count, 1)))
-        tolerance = TOLERANCE.get(stage.dtype)
-        found = pool.map(
-            lambda p: _first_wrong(mine[p], plain[p], tolerance, scale), pieces
-        )
-        for piece, first in zip(pieces, found):
-            if first is not None:
-                at = np.unravel_index(piece.start + first, want.shape)
-                raise ShaderError(
-                    f"wrong: {stage.name}{list(map(int, at))} is {got[at]}, the plain "
-                    f"expression gives {want[at]}"
-                )
-
-
-def _squares(want: np.ndarray[Any, Any]) -> tuple[float, int]:
-    """The sum of the squares of what is finite, and how much that is."""
-    value = want.astype(np.float64)
-    finite = value[np.isfinite(value)]
-    return float(finite @ finite), finite.size
-
-
-def _first_wrong(
-    got: np.ndarray[Any, Any],
-    want: np.ndarray[Any, Any],
-    tolerance: float | None,
-    scale: float,
-) -> int | None:
-    """The first place where they differ; exactly, where there is no tolerance."""
-    if tolerance is None:
-        wrong = got != want
-    else:
-        value = want.astype(np.float64)
-        with np.errstate(invalid="ignore", over="ignore"):
-            off = np.abs(got.astype(np.float64) - value)
-            wrong = ~(off <= tolerance * (np.abs(value) + scale))
-        wrong &= ~((got == value) | (np.isnan(got) & np.isnan(value)))
-    return int(np.argmax(wrong)) if wrong.any() else None
-
-
-@dataclass
-class Data:
-    """Inputs for a trial, and what the plain expressions make of them in float64."""
-
-    inputs: list[np.ndarray[Any, Any]]
-    scalars: dict[str, float]
-    wanted: list[np.ndarray[Any, Any]]
-    dtypes: list[str]
-
-    @classmethod
-    def draw(cls, trial: Trial) -> Data | None:
-        """Random inputs of both signs, else positive ones; None if no result is finite
-        on those either.
-
-        Raises:
-            ValueError: a kernel that was derived from more than it reads, such as the
-                sum that attention's backward takes from its results, cannot be
-                compared apart from them.
-        """
-        bounds = _id_bounds(trial)
-        scalars = {
-            n.data: 1 if n.dtype != "f32" else 0.5
-            for s in trial.members
-            if s.body is not None
-            for n in E.topo(s.body)
-            if n.kind == "scalar"
-        }
-        for positive in (False, True):
-            rng = np.random.default_rng(7)
-            given = {s: _random(rng, s, positive, bounds) for s in trial.inputs}
-            values: dict[Stage, Any] = {
-                s: v.astype(np.float64) if s.dtype in E.FLOATS else v
-                for s, v in given.items()
-            }
-            for member in trial.members:
-                # What a kernel computes for itself alone comes before its readers.
-                for s in topo_stages([member], stop=values):
-                    if s.kind == "input" and s not in values:
-                        raise ValueError(f"{s.name} is not among what it is given")
-                    if s not in values:
-                        values[s] = interpret.evaluate_stage(
-                            s, values, "float64", scalars
-                        )
-            wanted = [values[s] for s in trial.outputs]
-            if all(np.isfinite(w).all() for w in wanted):
-                dtypes = [s.dtype for s in trial.inputs]
-                return cls(list(given.values()), scalars, wanted, dtypes)
-        return None
-
-    def upload(self, device: Device) -> list[Buffer]:
-        """The inputs on a device."""
-        return [
-            device.upload(x, dtype)
-            for x, dtype in zip(self.inputs, self.dtypes, strict=True)
-        ]
-
-
-def _random(
-    rng: np.random.Generator, s: Stage, positive: bool, bounds: Mapping[Stage, int]
-) -> np.ndarray[Any, Any]:
-    if s.dtype in E.FLOATS:
-        x = rng.standard_normal(s.shape, dtype=np.float32)
-        if positive:
-            x = 0.25 + 0.75 * rng.random(s.shape, dtype=np.float32)
-        return np.asarray(x, np.float16 if s.dtype == "f16" else np.float32)
-    if s.dtype == "bool":
-        return np.asarray(rng.integers(0, 2, s.shape), np.bool_)
-    kind = np.int32 if s.dtype == "i32" else np.uint32
-    if s in bounds:
-        return np.asarray(rng.integers(0, bounds[s], s.shape), kind)
-    # Counts more likely than not: of steps, of rows.
-    return np.asarray(rng.integers(1, 8, s.shape), kind)
-
-
-def _id_bounds(trial: Trial) -> dict[Stage, int]:
-    """For integer inputs the size of the axis that they index."""
-    bounds: dict[Stage, int] = {}
-
-    def note(e: E.Expr, size: int) -> None:
-        for n in E.loads(e):
-            if n.dtype in ("i32", "u32"):
-                bounds[n.data] = min(size, bounds.get(n.data, size))
-
-    for s in trial.members:
-        if s.body is None:
-            continue
-        for n in E.topo(s.body):
-            if n.kind == "load":
-                for i, size in zip(n.args, n.data.shape, strict=True):
-                    note(i, max(size, 1))
-            elif n.kind == "apply" and n.data == "eq":
-                for a, b in (n.args, n.args[::-1]):
-                    if a.kind == "index":
-                        note(b, s.space[a.data])
-    return bounds
 
 
 def _reason(error: Exception) -> str:

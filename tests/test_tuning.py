@@ -20,6 +20,7 @@ from shaderdsl.codegen.row import RowSchedule
 from shaderdsl.errors import DeviceError, DeviceLostError, ShaderError
 from shaderdsl.runtime import current, tuned
 from shaderdsl.tracing import Traced
+from shaderdsl.tuner_check import Data, check
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -102,7 +103,7 @@ def test_every_candidate_computes_the_plain_expression(work, family, gpu):
         as_gpu(gpu)
     function, shapes = WORKS[work]
     for trial in trials_of(function, shapes):
-        data = tuner.Data.draw(trial)
+        data = Data.draw(trial)
         buffers = data.upload(gpu)
         # Some of each: all of them would take minutes on a software driver.
         some = 1 if work == "online" else 3
@@ -119,7 +120,7 @@ def test_a_norm_with_column_sums_takes_every_kind_of_choice(gpu):
         for t in trials_of(pullback, [(50, 96), (96,), (50, 96)])
         if len(t.outputs) > 1
     )
-    data = tuner.Data.draw(trial)
+    data = Data.draw(trial)
     buffers = data.upload(gpu)
     groups = {dict(c.values)["groups"] for c in trial.choices}
     assert len(groups) > 1
@@ -405,8 +406,36 @@ def test_a_candidate_that_fails_when_it_runs_stops_nothing(
     monkeypatch.setattr(tuner, "_decide", deciding)
     result = tuner.find_best(trial, 6.0)
     assert [c for c, _ in result.failed] == [bad]
-    assert result.best != bad and not result.skipped
-    assert result.tried == (4 if late else 3)
+    assert result.best != bad and not result.skipped and result.best_seconds > 0
+    if isinstance(error, DeviceLostError):  # and all that was prepared on it
+        assert result.best == result.default
+    else:
+        assert result.tried == (4 if late else 3)
+
+
+@pytest.mark.parametrize("default", [False, True])
+def test_a_device_that_is_lost_is_opened_again(gpu, monkeypatch, default):
+    (trial,) = trials_of(gated, [(512,), (512,)])
+    del trial.choices[4:]
+    bad = trial.choices[0 if default else 2]
+    prepare, tried, opened = tuner._prepare, [], []
+
+    def losing(trial, choice, buffers, data):
+        tried.append(choice)
+        if choice == bad:
+            raise DeviceLostError("gone")
+        return prepare(trial, choice, buffers, data)
+
+    monkeypatch.setattr(tuner, "_prepare", losing)
+    monkeypatch.setattr(tuner, "use_device", opened.append)
+    result = tuner.find_best(trial, 6.0)
+    assert opened == [gpu.info.spec] and result.failed == [(bad, "gone")]
+    first, second, third, fourth = trial.choices
+    if default:
+        assert tried == [first] and result.skipped == "the default failed: gone"
+    else:
+        assert tried == [first, second, third, first, fourth]
+        assert result.tried == 2 and not result.skipped
 
 
 def test_a_kernel_that_cannot_be_searched_stops_nothing(gpu, monkeypatch):
@@ -454,7 +483,7 @@ def test_an_unknown_wish_for_tuning_is_refused(cpu, monkeypatch):
 
 def test_results_that_are_not_written_are_found_out(gpu):
     (trial,) = trials_of(gated, [(512,), (512,)])
-    data = tuner.Data.draw(trial)
+    data = Data.draw(trial)
     buffers = data.upload(gpu)
     tuner._prepare(trial, trial.choices[0], buffers, data)
     whole = trial.program
@@ -477,15 +506,15 @@ def test_check_finds_single_wrong_values(dtype):
 
     Result.dtype = dtype
     want = np.arange(12).reshape(3, 4) * (1.0 if dtype == "f32" else 1)
-    tuner.check(Result, want.copy(), want)
+    check(Result, want.copy(), want)
     off = want.copy()
     off[2, 1] += 1
     with pytest.raises(ShaderError, match=r"y\[2, 1\] is 10"):
-        tuner.check(Result, off, want)
+        check(Result, off, want)
     if dtype == "f32":
         off[2, 1] = np.nan
         with pytest.raises(ShaderError, match=r"y\[2, 1\] is nan"):
-            tuner.check(Result, off, want)
+            check(Result, off, want)
 
 
 def test_the_environment_asks_for_a_search(gpu, tmp_path):

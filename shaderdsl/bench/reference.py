@@ -7,6 +7,7 @@ rows share.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -124,10 +125,12 @@ def llama_loss(weights: dict[str, A], ids: A, config: Any) -> float:
         k = turn(by("self_attn.k_proj", y).reshape(t, -1, c))
         v = by("self_attn.v_proj", y).reshape(t, -1, c)
         group = q.shape[1] // k.shape[1]
-        heads = [
-            attention(q[:, h], k[:, h // group], v[:, h // group])
-            for h in range(q.shape[1])
-        ]
+
+        def head(h: int, q: A = q, k: A = k, v: A = v, group: int = group) -> A:
+            return attention(q[:, h], k[:, h // group], v[:, h // group])
+
+        with ThreadPoolExecutor() as pool:  # NumPy takes one thread for most of it
+            heads = list(pool.map(head, range(q.shape[1])))
         x = x + by("self_attn.o_proj", np.stack(heads, 1).reshape(t, -1))
         y = rms_norm(x, weights[f"{p}post_attention_layernorm.weight"])
         x = x + by(
