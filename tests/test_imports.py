@@ -33,6 +33,7 @@ LAYERS = (
         "reference",
         "random",
         "tuner",
+        "tuner_check",
     ),
     ("ops", "interop"),
     ("nn", "optim", "schedules"),
