@@ -53,7 +53,20 @@ def test_a_shared_divisor_is_inverted_once(gpu):
     assert "sd_div_v4(" in text and "sd_inverse" not in text
 
 
-SPECIAL = [0.0, -0.0, 1.0, -3.0, np.inf, -np.inf, np.nan, 3.4e38, -1e38, 5e37, 1.2e-38]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1.0,
+    -3.0,
+    np.inf,
+    -np.inf,
+    np.nan,
+    3.4e38,
+    -1e38,
+    5e37,
+    1.2e-38,
+    1e-39,
+]
 
 
 @pytest.mark.parametrize("n", [48, 47])

@@ -21,6 +21,9 @@ from .target import Target
 # compile in reasonable time.
 _MAX_NODES = 600
 
+# Operations of a single number that are computed again in every thread that reads it.
+_NUMBER_NODES = 8
+
 
 class Anchored:
     """A graph with its anchors.
@@ -96,7 +99,8 @@ class Anchored:
             if s.kind == "map" and s not in anchors and not _is_view(s):
                 n = sum(1 for t in loaded if t.size >= s.size)
                 k = len(real_users[s])
-                if n >= 2 and k >= 2 and 1 + k < k * n and s.keep is None:
+                again = n >= 2 and k >= 2 and 1 + k < k * n and s.keep is None
+                if again and not self._is_cheap_number(s, count):
                     self._store(
                         anchors, s, f"{k} readers would each load {n} arrays again"
                     )
@@ -116,6 +120,12 @@ class Anchored:
         for s in (s for s in order if s in twice):
             self._store(anchors, s, "it is compared with its own maximum")
         return anchors
+
+    def _is_cheap_number(self, s: Stage, count: int) -> bool:
+        """Whether a map is one number that its readers had better compute each: on GPUs
+        a kernel costs more than a few operations of a thread that waits for memory.
+        """
+        return self.target.family == "gpu" and s.size == 1 and count <= _NUMBER_NODES
 
     def _store(self, anchors: set[Stage], s: Stage, why: str) -> None:
         anchors.add(s)

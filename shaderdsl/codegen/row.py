@@ -398,6 +398,8 @@ class RowText:
     def _phases(self, at: str) -> None:
         w = self.w
         decode(w, at, self.layout.loops[0], 1)
+        if self.target.family != "software":
+            self._numbers_first()
         last = max(self.levels.values(), default=0)
         for phase in range(1, last + 2):
             reds = [m for m in self.reductions if self.levels[m] == phase]
@@ -415,6 +417,17 @@ class RowText:
             values = values or [w.value(self.bodies[m]) for m in narrow]
             for m, value in zip(narrow, values, strict=True):
                 self._store_narrow(m, value)
+
+    def _numbers_first(self) -> None:
+        """Ask memory for what a whole row shares (its statistics, its label) before the
+        row is walked: after that, every lane would wait for it.
+        """
+        computed = {m.stage for m in self.g.members}
+        lanes = sum(1 << a for a in range(len(self.g.rows), len(self.g.space)))
+        for m in self.g.members:
+            for n in E.loads(self.bodies[m]):
+                if E.loads(n) == [n] and n.data not in computed and not n.free & lanes:
+                    self.w.value(n)
 
     def _wide(self, m: Member) -> bool:
         """Whether a map has an element for each lane, and not one a row."""
@@ -494,7 +507,8 @@ class RowText:
             w, width = self.w, self.schedule.width
             gpu = self.target.family != "software"
             held = HELD // (1 if self.vector is None else WIDTH)
-            again = max(self.levels.values(), default=0) + bool(self.maps) > 1
+            wide = any(self._wide(m) for m in self.maps)
+            again = max(self.levels.values(), default=0) + wide > 1
             if not gpu or not again or self.columns or self.schedule.rows > 1:
                 held = 0
             if self.pairs and self.vector is None:

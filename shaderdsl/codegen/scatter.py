@@ -31,11 +31,16 @@ from .writer import WIDTH, contiguous, indent, wgsl_type
 #: Marks a contribution that is the first of its destination.
 _FIRST = "0x80000000u"
 #: Invocations of a workgroup.
-_SIZES = {"software": 64, "gpu": 256}
+_SIZE = 256
+#: The same where contributions are compared and the result is cleared.
+_LINK_SIZE = 512
 
 
-def _size(target: Target) -> int:
-    return _SIZES.get(target.family, _SIZES["gpu"])
+def _size(target: Target, size: int) -> int:
+    if target.family == "software":
+        return 64
+    limits = target.limits
+    return min(size, limits.max_invocations, limits.max_workgroup_size_x)
 
 
 def scatter_kernels(g: Group, target: Target) -> list[Kernel]:
@@ -67,7 +72,7 @@ def _link(g: Group, target: Target, links: Scratch, count: int) -> Kernel:
     vector = m.stage.size % WIDTH == 0
     if m.stage.dtype == "f16" and not target.features.f16:
         raise CompilerError("a scatter of f16 needs the adapter's shader-f16")
-    size = _size(target)
+    size = _size(target, _LINK_SIZE)
     w.line("let mine = group.y * groups.x + group.x;")
     w.line(f"let at = mine * {size}u + lane;")
     clear = w.write(m.stage, "at", f"{wgsl_type(m.body.dtype, vector)}(0)", vector)
@@ -142,7 +147,7 @@ def _sum(g: Group, target: Target, links: Scratch, count: int) -> Kernel:
     dtype = m.body.dtype
     wide = vector is not None
     width = math.prod(g.space[q] for q in rest) // (WIDTH if wide else 1)
-    size = _size(target)
+    size = _size(target, _SIZE)
     per = w.extent(rest, WIDTH if wide else 1)
     w.line(f"let at = (group.y * groups.x + group.x) * {size}u + lane;")
     w.line(f"let start = at / {per};")

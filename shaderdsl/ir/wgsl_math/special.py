@@ -94,26 +94,27 @@ fn sd_div{V}(a: {F}, b: {F}) -> {F} {
 """
 )
 
-# Division by what many values share, as a scale, the inverse of what is scaled, and
-# what 0 is divided to.
+# Division by what many values share, as a scale and the inverse of what is scaled. That
+# is finite but for a divisor of 0, so that 0 needs no question: a subnormal divisor is
+# scaled, and where the device takes it for 0 its inverse is the greatest number.
 HELPERS.add(
     """
-fn sd_inverse{V}(b: f32) -> vec3<f32> {
+fn sd_inverse{V}(b: f32) -> vec2<f32> {
   let bits = bitcast<u32>(b);
-  let whole = ((bits << 1u) - 1u) < 0xff000000u;
-  let none = b == 0.0;
-  let s = select(1.0, 0.25, abs(b) > 4.2535296e37);
-  let endless = (bits & 0x80000000u) | 0x7f800000u;
-  let r = select(1.0 / select(b * s, 1.0, none), bitcast<f32>(endless), none);
-  let nan = 0x7fc00000u;
-  return vec3<f32>(s, r, select(bitcast<f32>(nan), 0.0, whole));
+  let size = bits & 0x7fffffffu;
+  let tiny = size < 0x00800000u;
+  let s = select(select(1.0, 0.25, abs(b) > 4.2535296e37), 16777216.0, tiny);
+  let c = b * s;
+  let r = 1.0 / select(c, 1.0, c == 0.0);
+  let most = (bits & 0x80000000u) | select(0x7f7fffffu, 0x7f800000u, size == 0u);
+  return vec2<f32>(s, select(r, bitcast<f32>(most), c == 0.0));
 }
 """
 )
 HELPERS.add(
     """
-fn sd_over{V}(a: {F}, i: vec3<f32>) -> {F} {
-  return select((a * i.x) * i.y, {F}(i.z), a == {F}(0.0));
+fn sd_over{V}(a: {F}, i: vec2<f32>) -> {F} {
+  return (a * i.x) * i.y;
 }
 """
 )
