@@ -16,6 +16,7 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.indexmap import affine, digits, interval
 from ..ir.stage import Stage
+from .spelling import WIDTH
 
 Key = tuple[Any, ...]
 
@@ -177,3 +178,15 @@ def used_alone(roots: Sequence[Expr], addresses: Mapping[Expr, Address]) -> int:
         else:
             stack += n.args
     return mask
+
+
+def contiguous(form: Address, axis: int | None) -> bool:
+    """Whether an address walks neighbouring, aligned elements along the vector axis."""
+    if (
+        axis is None
+        or form.coefficient(axis) != 1
+        or form.rest_free() >> axis & 1
+        or form.const % WIDTH
+    ):
+        return False
+    return all(t.coefficient % WIDTH == 0 for t in form.terms if t.what != axis)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ..ir.expr import Expr
 from .choice import pick
+from .kernel_text import indent
 from .member import Member
 from .partition import Group
 from .program import Kernel, Scratch
@@ -31,8 +32,9 @@ from .schedule import (
     make_writer,
     vector_axis,
 )
+from .spelling import WIDTH, wgsl_type
 from .target import Target
-from .writer import WIDTH, Writer, indent, wgsl_type
+from .writer import Writer
 
 #: Invocations of a workgroup on GPUs, workgroups that fill one, and loads under way in
 #: each thread.

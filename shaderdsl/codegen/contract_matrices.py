@@ -18,13 +18,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..ir import expr as E
+from .address import contiguous
 from .contract_plan import Contraction, Factor, Pass
 from .contract_split import Pieces
 from .contract_tile import XYZW, Tile, plus
 from .contract_tiled import Share, Tiled, print_tile
+from .kernel_text import indent
 from .program import Kernel
 from .schedule import BUILTINS
-from .writer import WIDTH, Writer, contiguous, indent
+from .spelling import WIDTH
+from .writer import Writer
 
 #: Elements between rows of a chunk that keep them on different banks.
 _PAD = 8

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from ..ir import expr as E
 from ..ir.expr import Expr
-from .address import Address, load_address
+from .address import Address, contiguous, load_address
 from .member import Member, contract_parts
 from .partition import Group
 from .schedule import Layout, kernel_bodies, lay_out, visible
+from .spelling import WIDTH
 from .target import Target
-from .writer import WIDTH, Writer, contiguous
+from .writer import Writer
 
 Loop = Sequence[Sequence[int]]
 

@@ -20,10 +20,12 @@ from .contract_plan import (
 )
 from .contract_split import Pieces
 from .contract_tile import XYZW, Tile, plus
+from .kernel_text import indent
 from .program import Kernel
 from .schedule import BUILTINS, finish, fold
+from .spelling import WIDTH
 from .target import Target
-from .writer import WIDTH, Writer, indent
+from .writer import Writer
 
 
 @dataclass(frozen=True)

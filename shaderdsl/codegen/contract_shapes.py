@@ -10,7 +10,7 @@ from typing import Protocol
 from .choice import pick
 from .contract_plan import Contraction
 from .contract_seen import seen
-from .writer import WIDTH
+from .spelling import WIDTH
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .address import Address, Term, collapse, used_alone
+from .address import Address, Term, collapse, contiguous, used_alone
 from .contract_plan import Contraction, inner_axis
+from .kernel_text import indent
 from .parts import only
 from .program import Kernel, Scratch
 from .schedule import (
@@ -18,7 +19,8 @@ from .schedule import (
     vector_axis,
     visible,
 )
-from .writer import WIDTH, Writer, contiguous, indent, wgsl_type
+from .spelling import WIDTH, wgsl_type
+from .writer import Writer
 
 
 @dataclass

@@ -8,9 +8,11 @@ from ..ir import expr as E
 from .address import Address
 from .contract_plan import Contraction, Copies, Loop, Pass, inner_axis
 from .contract_split import Pieces
+from .kernel_text import indent
 from .parts import FLAT
 from .program import Tensor
-from .writer import WIDTH, Writer, indent
+from .spelling import WIDTH
+from .writer import Writer
 
 XYZW = "xyzw"
 

@@ -17,9 +17,11 @@ from .contract_seen import asked_later, seen
 from .contract_shapes import Shape
 from .contract_split import Pieces
 from .contract_tile import XYZW, Tile, plus
+from .kernel_text import indent
 from .program import Kernel
 from .schedule import finish, fold
-from .writer import WIDTH, Writer, indent
+from .spelling import WIDTH
+from .writer import Writer
 
 
 def tiled(

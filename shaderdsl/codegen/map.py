@@ -8,7 +8,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .address import contiguous
 from .choice import pick
+from .kernel_text import indent
 from .partition import Group
 from .parts import only, side_by_side
 from .program import Kernel
@@ -21,8 +23,9 @@ from .schedule import (
     vector_axis,
     visible,
 )
+from .spelling import WIDTH
 from .target import Target
-from .writer import WIDTH, Writer, contiguous, indent
+from .writer import Writer
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from .contract_tile import XYZW, plus
+from .kernel_text import indent
 from .online_pieces import BARRIER, Shares
 from .online_plan import LOWEST, Sum, column_of, exponential, is_one
 from .reduction import Tree
-from .writer import WIDTH, indent
+from .spelling import WIDTH
 
 
 class Combine(Shares):

@@ -13,9 +13,9 @@ from dataclasses import replace
 from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.indexmap import affine
+from .kernel_text import indent
 from .online_plan import Axes, Online, Sum
 from .online_runs import conjuncts
-from .writer import indent
 
 
 def line_bounds(o: Online) -> tuple[list[tuple[Expr, int]], list[tuple[Expr, int]]]:

@@ -19,6 +19,7 @@ from ..ir.expr import Expr
 from .choice import pick
 from .contract_matrices import is_half, with_matrices
 from .contract_tile import plus
+from .kernel_text import indent
 from .online_masks import sum_value
 from .online_plan import Online, plain_tensors, steps_of
 from .online_stream import Streaming
@@ -27,7 +28,8 @@ from .online_stream_shape import Stream
 from .online_tile import BARRIER
 from .program import Kernel
 from .schedule import finish, fold, kernel_name
-from .writer import WIDTH, Writer, indent
+from .spelling import WIDTH
+from .writer import Writer
 
 #: Rows and columns of a matrix, and lanes of a subgroup.
 _SIDE, _LANES = 16, 32

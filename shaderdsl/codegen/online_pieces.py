@@ -9,7 +9,8 @@ from .contract_tile import plus
 from .online_masks import Masks
 from .online_plan import Axes, Online, Sum, steps_of
 from .program import Scratch
-from .writer import WIDTH, Writer
+from .spelling import WIDTH
+from .writer import Writer
 
 BARRIER = "workgroupBarrier();"
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.stage import Stage, product
-from .address import Address
+from .address import Address, contiguous
 from .contract_plan import Copies
 from .member import Member
 from .online_runs import (
@@ -23,8 +23,9 @@ from .online_runs import (
 )
 from .partition import Group
 from .schedule import Layout, kernel_bodies, lay_out, visible
+from .spelling import WIDTH, spell
 from .target import Target
-from .writer import WIDTH, Writer, contiguous, spell
+from .writer import Writer
 
 #: Below every score: the running maximum before anything is seen. Finite, so that no
 #: difference of two maxima is ever NaN.

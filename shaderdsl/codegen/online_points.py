@@ -16,7 +16,8 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.indexmap import split
 from ..ir.stage import Stage, factors, product
-from .address import clamped
+from .address import clamped, contiguous
+from .kernel_text import indent
 from .online_bands import band_kernels, find_bands
 from .online_readers import UNROLLED, lanes_of
 from .online_runs import parts_of
@@ -32,8 +33,9 @@ from .schedule import (
     lay_out,
     visible,
 )
+from .spelling import WIDTH
 from .target import Target
-from .writer import WIDTH, Writer, contiguous, indent
+from .writer import Writer
 
 
 @dataclass(eq=False)

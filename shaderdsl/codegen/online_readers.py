@@ -10,8 +10,8 @@ from ..ir import expr as E
 from ..ir.stage import Stage, factors
 from .member import Member
 from .online_runs import Run
+from .spelling import WIDTH
 from .target import Target
-from .writer import WIDTH
 
 #: Places of such a sum, in elements of its product, beyond which storing the product
 #: is better than to compute it anew at each place.

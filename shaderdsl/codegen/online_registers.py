@@ -12,6 +12,7 @@ from functools import partial
 from ..ir import expr as E
 from ..ir.expr import Expr
 from .contract_registers import sharing_lanes
+from .kernel_text import indent
 from .online_masks import Masks, scores_agree, sum_value
 from .online_plan import (
     LOWEST,
@@ -28,8 +29,9 @@ from .online_plan import (
 )
 from .program import Kernel
 from .schedule import BUILTINS, finish, fold, kernel_name
+from .spelling import WIDTH
 from .target import Target
-from .writer import WIDTH, Writer, indent
+from .writer import Writer
 
 
 @dataclass(frozen=True)

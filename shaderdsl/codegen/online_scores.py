@@ -18,8 +18,8 @@ from ..ir.expr import Expr
 from ..ir.stage import Stage
 from .member import Inliner, Member, anchor_axes, make_member
 from .online_runs import Run, zero_guards
+from .spelling import WIDTH
 from .target import Target
-from .writer import WIDTH
 
 if TYPE_CHECKING:
     from .online_chain import Chain

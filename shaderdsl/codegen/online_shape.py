@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from .choice import pick
 from .online_plan import Online, steps_of
+from .spelling import WIDTH
 from .target import Target
-from .writer import WIDTH
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from .contract_registers import sharing_lanes
 from .contract_tile import XYZW, plus
+from .kernel_text import indent
 from .online_combine import Combine
 from .online_pieces import BARRIER, Pieces, Shares
 from .online_plan import (
@@ -30,7 +31,8 @@ from .online_registers import with_subgroups
 from .program import Kernel, Scratch
 from .reduction import Tree
 from .schedule import finish, fold, kernel_name
-from .writer import WIDTH, Writer, indent
+from .spelling import WIDTH
+from .writer import Writer
 
 #: Most rows of a workgroup (drivers on the CPU compile slowly), and workgroups that
 #: keep a device busy.

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from ..ir.expr import Expr
 from .contract_tile import XYZW, plus
+from .kernel_text import indent
 from .online_plan import Online, close_turns, plain_tensors, steps_of
 from .online_stream_parts import (
     LOG2E,
@@ -28,7 +29,8 @@ from .online_stream_values import Values
 from .online_tile import BARRIER
 from .program import Kernel
 from .schedule import finish, fold, kernel_name
-from .writer import WIDTH, Writer, indent
+from .spelling import WIDTH
+from .writer import Writer
 
 
 def streamed(o: Online, shape: Stream) -> Kernel:

@@ -10,7 +10,7 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from .contract_tile import XYZW
 from .online_plan import Online, steps_of
-from .writer import WIDTH
+from .spelling import WIDTH
 
 if TYPE_CHECKING:
     from .online_stream import Streaming

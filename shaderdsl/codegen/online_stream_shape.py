@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .choice import pick
 from .online_plan import Online, steps_of
 from .online_shape import Tiles, kept
-from .writer import WIDTH
+from .spelling import WIDTH
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from ..ir import expr as E
 from ..ir.expr import Expr
 from .contract_tile import XYZW, plus
+from .kernel_text import indent
 from .member import Member
 from .online_masks import sum_value, without
 from .online_plan import Online, Sum, is_one
 from .online_stream_parts import LOG2E, take_out
 from .online_stream_shape import Stream
 from .online_tile import Tile
-from .writer import WIDTH, Writer, indent
+from .spelling import WIDTH
+from .writer import Writer
 
 
 class Values(Tile):

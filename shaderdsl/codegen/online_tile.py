@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .contract_tile import XYZW, plus
+from .kernel_text import indent
 from .online_masks import Masks, line_bounds
 from .online_plan import (
     LOWEST,
@@ -16,7 +17,8 @@ from .online_plan import (
     steps_of,
 )
 from .online_shape import Tiles, shuffles
-from .writer import WIDTH, Writer, indent
+from .spelling import WIDTH
+from .writer import Writer
 
 BARRIER = "workgroupBarrier();"
 

@@ -13,6 +13,7 @@ from functools import partial
 
 from ..ir.expr import Expr
 from .contract_tile import XYZW, plus
+from .kernel_text import indent
 from .online_masks import scores_agree, sum_value
 from .online_plan import (
     Online,
@@ -28,7 +29,8 @@ from .online_shape import Tiles
 from .online_tile import BARRIER, Tile
 from .program import Kernel
 from .schedule import finish, fold, kernel_name
-from .writer import WIDTH, Writer, indent
+from .spelling import WIDTH
+from .writer import Writer
 
 
 def tiled(o: Online, tiles: Tiles) -> Kernel:

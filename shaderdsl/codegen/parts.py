@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from .address import Key
+from .kernel_text import indent
 from .partition import Group
 from .program import Kernel
 from .schedule import Layout, finish, fold
 from .target import Target
-from .writer import Writer, indent
+from .writer import Writer
 
 #: A workgroup's number in a grid that may be folded.
 FLAT = "group.y * groups.x + group.x"

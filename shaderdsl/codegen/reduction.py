@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..ir.stage import MONOIDS
-from .writer import Writer, spell, wgsl_type
+from .spelling import spell, wgsl_type
+from .writer import Writer
 
 #: The maximum where something else tells of NaN: it need not ask each.
 NUMBERS_MAX = "max of numbers"

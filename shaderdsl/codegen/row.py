@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..ir import expr as E
+from .address import contiguous
 from .choice import pick
 from .column import column_kernels, finish_kernels
+from .kernel_text import indent
 from .member import Member
 from .partition import Group
 from .parts import FLAT, Parts, together
@@ -46,8 +48,8 @@ from .schedule import (
     vector_axis,
     visible,
 )
+from .spelling import WIDTH, wgsl_type
 from .target import Target
-from .writer import WIDTH, contiguous, indent, wgsl_type
 
 
 @dataclass(frozen=True)

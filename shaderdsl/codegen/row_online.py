@@ -16,7 +16,8 @@ from .member import Member
 from .online_runs import conjuncts, maximum_of, unwrapped
 from .reduction import Tree, combine, horizontal, identity
 from .row_walk import Walks
-from .writer import Writer, spell, wgsl_type
+from .spelling import spell, wgsl_type
+from .writer import Writer
 
 #: Positions (elements or vec4s) of a row from which GPUs read it in a loop, once for
 #: both, and do not hold it in registers.

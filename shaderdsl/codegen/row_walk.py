@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .writer import Writer, indent
+from .kernel_text import indent
+from .writer import Writer
 
 #: Positions that a lane reads before it uses any of them.
 FLIGHT = 4

@@ -12,12 +12,13 @@ import math
 from ..errors import CompilerError
 from ..ir import expr as E
 from ..ir.stage import MONOIDS
+from .kernel_text import indent
 from .partition import Group
 from .program import Kernel
 from .scan_form import scan_parts
 from .schedule import decode, finish, fold, kernel_name, lay_out, make_writer, visible
+from .spelling import wgsl_type
 from .target import Target
-from .writer import indent, wgsl_type
 
 
 def scan_kernels(g: Group, target: Target) -> list[Kernel]:

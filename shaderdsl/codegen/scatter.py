@@ -12,6 +12,8 @@ import math
 
 from ..errors import CompilerError
 from ..ir import expr as E
+from .address import contiguous
+from .kernel_text import indent
 from .member import scatter_parts
 from .partition import Group
 from .program import Kernel, Scratch
@@ -25,8 +27,8 @@ from .schedule import (
     vector_axis,
     visible,
 )
+from .spelling import WIDTH, wgsl_type
 from .target import Target
-from .writer import WIDTH, contiguous, indent, wgsl_type
 
 #: Marks a contribution that is the first of its destination.
 _FIRST = "0x80000000u"

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.stage import Stage
-from .address import Address, collapse, linear, load_address, used_alone
+from .address import Address, collapse, contiguous, linear, load_address, used_alone
 from .member import Member
 from .partition import Group
 from .program import Kernel
+from .spelling import WIDTH
 from .target import Target
-from .writer import WIDTH, Writer, contiguous
+from .writer import Writer
 
 #: Archetypes whose every index is in range: positions are cut off at their extents
 #: before anything is loaded, what an interval does not prove is clamped, and places in

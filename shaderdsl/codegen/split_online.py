@@ -17,8 +17,8 @@ from ..ir.stage import Stage, factors, reduce_stage
 from .member import Inliner, contract_parts
 from .online_runs import conjuncts, maximum_of, unwrapped
 from .shares import Shares, own_axes
+from .spelling import WIDTH
 from .target import Target
-from .writer import WIDTH
 
 #: Elements of a share that a workgroup's registers hold.
 HELD = {"software": 1 << 11, "gpu": 1 << 13}

@@ -10,89 +10,39 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
-from ..errors import CompilerError
 from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.indexmap import interval
-from ..ir.primitives import PRIMITIVES
 from ..ir.stage import Stage
-from ..ir.wgsl_math import helper_source, used_helpers
-from .address import Address, Key, Term, load_address
-from .program import Binding, Param, Scratch, Tensor
+from .address import Address, Key, Term, contiguous, load_address
+from .kernel_text import KernelText
+from .program import Param, Tensor
+from .spelling import WIDTH, literal, spell, vanishing, wgsl_type
+from .storage import element, is_packed, narrowed, stored, widened
 from .target import Target
 
-WIDTH = 4
-_TYPES = {"f32": "f32", "i32": "i32", "u32": "u32", "bool": "bool", "f16": "f16"}
-_MEMORY = {"f32": "f32", "i32": "i32", "u32": "u32", "bool": "u32", "f16": "f16"}
 
-
-def wgsl_type(dtype: str, vector: bool = False) -> str:
-    """The type of a value."""
-    dtype = "f32" if dtype == "f16" else dtype
-    return f"vec{WIDTH}<{_TYPES[dtype]}>" if vector else _TYPES[dtype]
-
-
-def literal(value: bool | int | float, dtype: str) -> str | None:
-    """A number as WGSL text, or None when no literal exists (infinities, NaN)."""
-    if dtype == "bool":
-        return "true" if value else "false"
-    if dtype == "i32":
-        return (
-            "i32(-2147483648)"
-            if value == -(2**31)
-            else f"({value})"
-            if value < 0
-            else str(value)
-        )
-    if dtype == "u32":
-        return f"{value}u"
-    with np.errstate(over="ignore"):  # beyond the range it is infinite
-        single = np.float32(value)
-    if not math.isfinite(single):
-        return None
-    text = repr(float(str(single)))
-    return f"({text})" if text.startswith("-") else text
-
-
-class _Bound:
-    """How one tensor is bound: its name in the text, whether as vec4, and how it is
-    used.
-    """
-
-    def __init__(self, name: str, vector: bool):
-        self.name, self.vector, self.write = name, vector, False
-
-
-class Writer:
-    """Collects the text of one kernel.
+class Writer(KernelText):
+    """Writes values into the text of one kernel.
 
     Args:
         space: extents of the kernel's axes.
         vector: the axis that a vec4 runs along, if any; its variable counts vec4s.
-        scalars: tensors that must not be bound as vec4, since some access cannot.
     """
 
     def __init__(self, space: Sequence[int], target: Target, vector: int | None = None):
-        self.space, self.target, self.vector = list(space), target, vector
-        self.names: dict[int, str] = {}
-        self.depth: dict[int, int] = {}
-        self.base = 0
-        self.blocks: list[list[str]] = [[]]
-        self.memo: list[dict[Any, str]] = [{}]
+        super().__init__(space, target)
+        self.vector = vector
+        # Loads that have a name already: what is not read from memory.
         self.local: dict[Expr, str] = {}
-        self.bound: dict[Tensor, _Bound] = {}
-        self.params: dict[Key, tuple[str, Param]] = {}
-        self.shared: list[str] = []
         self.addresses: dict[Expr, Address] = {}
+        # Tensors that are not bound as vec4, because some access moves one element.
         self.plain: set[Tensor] = set()
         # Tensors bound as vec4 of which single elements are read too.
         self.parts: set[Stage] = set()
-        self.uses_subgroups = False
         # Whether the last vec4 along the vector axis reaches beyond its end: elements
         # there repeat the last one.
         self.ragged = False
@@ -100,97 +50,6 @@ class Writer:
         self.virtual: dict[Stage, Callable[[Expr, int], str]] = {}
         # Primitives that a schedule spells otherwise than the table does.
         self.spellings: dict[str, str] = {}
-        self._counter = 0
-
-    # -------------------------------------------------------------- blocks
-
-    def open(self) -> None:
-        """Begin an inner block."""
-        self.blocks.append([])
-        self.memo.append({})
-
-    def close(self) -> list[str]:
-        """End the innermost block and give its lines."""
-        self.memo.pop()
-        return self.blocks.pop()
-
-    def loop(self, header: str) -> None:
-        """End the innermost block as the body of a loop in the block around it."""
-        body = self.close()
-        self.line(f"{header} {{")
-        self.blocks[-1] += [*indent(body), "}"]
-
-    def line(self, text: str, depth: int | None = None) -> None:
-        """A line of the innermost (or of a given) block."""
-        self.blocks[-1 if depth is None else depth].append(text)
-
-    def fresh(self, stem: str = "t") -> str:
-        """A new name."""
-        self._counter += 1
-        if stem in "iuf" and self._counter in (8, 16, 32, 64):  # the name of a type
-            self._counter += 1
-        return f"{stem}{self._counter}"
-
-    def let(self, text: str, depth: int, stem: str = "t") -> str:
-        """Name a value in a block."""
-        name = self.fresh(stem)
-        self.blocks[depth].append(f"let {name} = {text};")
-        return name
-
-    def axis(self, a: int, name: str, depth: int | None = None) -> None:
-        """Say that the variable ``name`` (u32) is the position along an axis, known
-        from a block on.
-        """
-        self.names[a] = name
-        self.depth[a] = len(self.blocks) - 1 if depth is None else depth
-
-    def level(self, mask: int) -> int:
-        """The block in which all these axes are known."""
-        return max([self.base, *(self.depth[a] for a in E.bits(mask))])
-
-    # -------------------------------------------------------------- parameters and
-    # bindings
-
-    def param(
-        self,
-        key: Key,
-        value: int | float | tuple[str, str],
-        dtype: str = "u32",
-        stem: str = "n",
-    ) -> str:
-        """A word of the parameter block."""
-        if key not in self.params:
-            name = f"{stem}{len(self.params)}"
-            self.params[key] = (name, Param(value, dtype))
-        return "P." + self.params[key][0]
-
-    def extent(self, axes: Iterable[int], divide: int = 1) -> str:
-        """The product of extents, as a parameter (divided by the vector width where
-        asked).
-        """
-        group = tuple(sorted(axes))
-        value = math.prod(self.space[a] for a in group)
-        if not group:
-            return "1u"
-        return self.param(
-            ("axes", group) if divide == 1 else ("axes", group, divide),
-            -(-value // divide),
-        )
-
-    def binding(
-        self, tensor: Tensor, vector: bool, write: bool, label: str | None = None
-    ) -> str:
-        """The name of a tensor's buffer."""
-        b = self.bound.get(tensor)
-        if b is None:
-            stem = re.sub(r"\W", "_", label or tensor.name).strip("_") or "t"
-            if not re.match("[A-Za-z]", stem):
-                stem = "t" + stem
-            b = self.bound[tensor] = _Bound(f"{stem}_{len(self.bound)}", vector)
-        if b.vector != vector:
-            raise CompilerError(f"{tensor.name} is bound both as vec4 and as scalars")
-        b.write |= write
-        return b.name
 
     # -------------------------------------------------------------- addresses
 
@@ -335,17 +194,19 @@ class Writer:
         if not vector and stage in self.parts and stage not in self.plain:
             buffer = self.binding(stage, True, False, n.label)
             at = self.let(self.address(form), level, "a")
-            text = self._widen(stage, f"{buffer}[{at} >> 2u]", True)
+            text = widened(stage, f"{buffer}[{at} >> 2u]", True, self.features)
             return self.let(f"{text}[{at} & 3u]", level, "x")
         buffer = self.binding(stage, as_vector, False, n.label)
         if as_vector:
-            text = self._widen(stage, f"{buffer}[{self.address(form, WIDTH)}]", True)
+            text = f"{buffer}[{self.address(form, WIDTH)}]"
+            text = widened(stage, text, True, self.features)
             return self.let(text, level, "x")
         if not vector:
-            return self.let(
-                self._element(stage, buffer, self.address(form)), level, "x"
-            )
-        parts = [self._element(stage, buffer, a) for a in self.lane_addresses(form)]
+            text = element(stage, buffer, self.address(form), self.features)
+            return self.let(text, level, "x")
+        parts = [
+            element(stage, buffer, a, self.features) for a in self.lane_addresses(form)
+        ]
         return self.let(
             f"{wgsl_type(stage.dtype, True)}({', '.join(parts)})", level, "x"
         )
@@ -413,32 +274,6 @@ class Writer:
         start = self.let(" + ".join(whole), depth, "a") if whole else "0u"
         return [start + p for p in parts]
 
-    def _element(self, tensor: Tensor, buffer: str, at: str) -> str:
-        if tensor.dtype == "f16" and not self.target.features.f16:
-            return f"sd_half({buffer}[({at}) >> 1u], {at})"
-        return self._widen(tensor, f"{buffer}[{at}]", False)
-
-    def _words(self, tensor: Tensor) -> bool:
-        """Whether a vec4 of this tensor moves as two u64."""
-        return self.target.features.wide_words and tensor.dtype != "f16"
-
-    def _widen(self, tensor: Tensor, text: str, vector: bool) -> str:
-        if vector and self._words(tensor):
-            text = f"sd_unpack({text})"
-            text = (
-                text
-                if tensor.dtype in ("u32", "bool")
-                else f"bitcast<{wgsl_type(tensor.dtype, True)}>({text})"
-            )
-        if tensor.dtype == "bool":
-            return f"({text} != {'vec4<u32>(0u)' if vector else '0u'})"
-        if tensor.dtype == "f16":
-            if self.target.features.f16:
-                return f"{wgsl_type('f32', vector)}({text})"
-            if vector:
-                return f"sd_half4({text})"
-        return text
-
     def _apply(self, n: Expr, level: int) -> str:
         vector = self.is_vector(n)
         squared = n.data == "mul" and n.args[0] is n.args[1]
@@ -462,7 +297,7 @@ class Writer:
                 )
         if n.dtype in E.INTS and n.data in ("maximum", "minimum"):
             return self.let(f"{n.data[:3]}({', '.join(args)})", level)
-        whole = _vanishing(n)
+        whole = vanishing(n)
         if whole is not None:
             name = f"sd_vanish{'_v4' if vector else ''}"
             return self.let(f"{name}({args[whole]})", level)
@@ -519,13 +354,14 @@ class Writer:
         """The text that reads one place of a tensor (a vec4 of it)."""
         buffer = self.binding(tensor, vector, False)
         if vector:
-            return self._widen(tensor, f"{buffer}[{at}]", True)
-        return self._element(tensor, buffer, at)
+            return widened(tensor, f"{buffer}[{at}]", True, self.features)
+        return element(tensor, buffer, at, self.features)
 
     def write(self, tensor: Tensor, at: str, value: str, vector: bool) -> str:
         """The statement that writes one place of a tensor (a vec4 of it)."""
         buffer = self.binding(tensor, vector, True)
-        return f"{buffer}[{at}] = {self._narrow(tensor, value, vector)};"
+        value = narrowed(tensor, value, vector, self.features)
+        return f"{buffer}[{at}] = {value};"
 
     # -------------------------------------------------------------- stores
 
@@ -539,14 +375,12 @@ class Writer:
         label: str | None = None,
     ) -> None:
         """Write a value (a vec4 of it) to memory, in the innermost block."""
-        depth = len(self.blocks) - 1
         as_vector = vector and self._whole(tensor, form)
         buffer = self.binding(tensor, as_vector, True, label)
         if as_vector:
-            self.blocks[depth].append(
-                f"{buffer}[{self.address(form, WIDTH)}] = "
-                f"{self._narrow(tensor, value, True)};"
-            )
+            at = self.address(form, WIDTH)
+            value = narrowed(tensor, value, True, self.features)
+            self.line(f"{buffer}[{at}] = {value};")
         elif not vector:
             self._store_one(tensor, buffer, self.address(form), value)
         else:
@@ -554,211 +388,6 @@ class Writer:
                 self._store_one(tensor, buffer, at, f"{value}.{'xyzw'[k]}")
 
     def _store_one(self, tensor: Tensor, buffer: str, at: str, value: str) -> None:
-        if tensor.dtype == "f16" and not self.target.features.f16:
+        if is_packed(tensor, self.features):
             at = self.let(at, len(self.blocks) - 1, "a")
-            word = f"&{buffer}[{at} >> 1u]"
-            self.line(
-                f"atomicAnd({word}, select(0xffff0000u, 0x0000ffffu, ({at} & 1u) == "
-                "1u));"
-            )
-            self.line(
-                f"atomicOr({word}, pack2x16float(vec2<f32>({value}, 0.0)) << (16u * "
-                f"({at} & 1u)));"
-            )
-        else:
-            self.line(f"{buffer}[{at}] = {self._narrow(tensor, value, False)};")
-
-    def _narrow(self, tensor: Tensor, value: str, vector: bool) -> str:
-        if tensor.dtype == "bool":
-            value = (
-                f"select(vec4<u32>(0u), vec4<u32>(1u), {value})"
-                if vector
-                else f"select(0u, 1u, {value})"
-            )
-        if vector and self._words(tensor):
-            words = tensor.dtype in ("u32", "bool")
-            return f"sd_pack({value if words else f'bitcast<vec4<u32>>({value})'})"
-        if tensor.dtype == "f16":
-            if self.target.features.f16:
-                return f"{'vec4<f16>' if vector else 'f16'}({value})"
-            return f"vec2<u32>(pack2x16float({value}.xy), pack2x16float({value}.zw))"
-        return value
-
-    # -------------------------------------------------------------- the whole text
-
-    def text(
-        self,
-        comment: Sequence[str],
-        size: tuple[int, int, int],
-        builtins: str,
-        body: Sequence[str],
-    ) -> str:
-        """The kernel as WGSL."""
-        head = [f"// {c}" for c in comment]
-        if any(t.dtype == "f16" for t in self.bound) and self.target.features.f16:
-            head.append("enable f16;")
-        if self.uses_subgroups:
-            if self.target.enable_subgroups_directive:
-                head.append("enable subgroups;")
-            builtins += (
-                ", @builtin(subgroup_size) sg_size: u32, "
-                "@builtin(subgroup_invocation_id) sg_lane: u32"
-                ", @builtin(subgroup_id) sg: u32, @builtin(num_subgroups) sg_count: u32"
-            )
-        for k, (tensor, b) in enumerate(self.bound.items()):
-            access = "read_write" if b.write else "read"
-            head.append(
-                f"@group(0) @binding({k}) var<storage, {access}> {b.name}: "
-                f"array<{self._memory(tensor, b)}>;"
-            )
-        if self.params:
-            fields = ", ".join(f"{name}: {p.dtype}" for name, p in self.params.values())
-            head.append(f"struct Params {{ {fields} }}")
-            head.append(
-                f"@group(0) @binding({len(self.bound)}) var<uniform> P: Params;"
-            )
-        head += self.shared
-        code = "\n".join(body)
-        head += _own_helpers(code)
-        head += helper_source(h for h in used_helpers(code) if h not in _OWN)
-        shape = ", ".join(str(n) for n in size if n > 1) or "1"
-        return "\n".join(
-            [
-                *head,
-                f"@compute @workgroup_size({shape})",
-                f"fn main({builtins}) {{",
-                *indent(body),
-                "}",
-                "",
-            ]
-        )
-
-    def _memory(self, tensor: Tensor, b: _Bound) -> str:
-        if tensor.dtype == "f16" and not self.target.features.f16:
-            return "vec2<u32>" if b.vector else "atomic<u32>" if b.write else "u32"
-        if b.vector and self._words(tensor):
-            return "vec2<u64>"
-        element = _MEMORY[tensor.dtype]
-        return f"vec4<{element}>" if b.vector else element
-
-    def bindings(self) -> tuple[Binding, ...]:
-        """What the kernel binds, in order."""
-        return tuple(
-            Binding(t, "read_write" if b.write else "read")
-            for t, b in self.bound.items()
-        )
-
-    def param_block(self) -> tuple[Param, ...]:
-        """The parameter block, in order."""
-        return tuple(p for _, p in self.params.values())
-
-
-_OWN = ("sd_bits", "sd_half", "sd_half4", "sd_pack", "sd_unpack")
-
-
-def _own_helpers(code: str) -> list[str]:
-    out = []
-    if "sd_bits(" in code:
-        # The parameter keeps front ends from evaluating a bitcast to infinity.
-        out.append("fn sd_bits(b: u32) -> u32 { return b; }")
-    if "sd_unpack(" in code:
-        out.append(
-            "fn sd_unpack(w: vec2<u64>) -> vec4<u32> {\n"
-            "  return vec4<u32>(u32(w.x & 0xfffffffflu), u32(w.x >> 32u), u32(w.y & "
-            "0xfffffffflu), u32(w.y >> 32u));\n}"
-        )
-    if "sd_pack(" in code:
-        out.append(
-            "fn sd_pack(v: vec4<u32>) -> vec2<u64> {\n"
-            "  return vec2<u64>(u64(v.x) | (u64(v.y) << 32u), u64(v.z) | (u64(v.w) << "
-            "32u));\n}"
-        )
-    if "sd_half(" in code:
-        out.append(
-            "fn sd_half(w: u32, i: u32) -> f32 "
-            "{ let p = unpack2x16float(w); return select(p.x, p.y, (i & 1u) == 1u); }"
-        )
-    if "sd_half4(" in code:
-        out.append(
-            "fn sd_half4(w: vec2<u32>) -> vec4<f32> "
-            "{ return vec4<f32>(unpack2x16float(w.x), unpack2x16float(w.y)); }"
-        )
-    return out
-
-
-def spell(
-    name: str,
-    args: Sequence[str],
-    dtype: str,
-    vector: bool,
-    text: str | None = None,
-) -> str:
-    """A primitive in WGSL: names of its operands, dtype of the first.
-
-    ``text`` takes the place of the table's own spelling.
-    """
-    text = PRIMITIVES[name].wgsl if text is None else text
-    own = wgsl_type(dtype, vector)
-    tokens = {
-        "{F}": wgsl_type("f32", vector),
-        "{I}": wgsl_type("i32", vector),
-        "{U}": wgsl_type("u32", vector),
-        "{B}": wgsl_type("bool", vector),
-        "{T}": own,
-        "{V}": "_v4" if vector else "",
-        "{t}": dtype,
-    }
-    for token, v in tokens.items():
-        text = text.replace(token, v)
-    for k, a in enumerate(args):
-        text = text.replace(f"{{{k}}}", a)
-    return text
-
-
-def _vanishing(n: Expr) -> int | None:
-    """The operand x of x · 0, x - x, x + -x in floats: 0 unless x is NaN or infinite.
-
-    Drivers fold all three to 0 whatever x is, so that they need a text of their own.
-    """
-    if n.dtype != "f32" or len(n.args) != 2:
-        return None
-    a, b = n.args
-    if n.data == "mul":
-        zeros = [x.kind == "const" and x.data == 0 for x in n.args]
-        return None if zeros[0] == zeros[1] else int(zeros[0])
-    if n.data == "sub":
-        return 0 if a is b else None
-    if n.data == "add" and (_negation(b, a) or _negation(a, b)):
-        return 0
-    return None
-
-
-def _negation(a: Expr, b: Expr) -> bool:
-    return a.kind == "apply" and a.data == "neg" and a.args[0] is b
-
-
-def contiguous(form: Address, axis: int | None) -> bool:
-    """Whether an address walks neighbouring, aligned elements along the vector axis."""
-    if (
-        axis is None
-        or form.coefficient(axis) != 1
-        or form.rest_free() >> axis & 1
-        or form.const % WIDTH
-    ):
-        return False
-    return all(t.coefficient % WIDTH == 0 for t in form.terms if t.what != axis)
-
-
-def indent(lines: Iterable[str], by: int = 1) -> list[str]:
-    """Lines moved to the right."""
-    return ["  " * by + line for line in lines]
-
-
-def scratch(name: str, size: int, dtype: str = "f32") -> Scratch:
-    """Memory that kernels of one program share."""
-    return Scratch(name, dtype, size)
-
-
-def needs_f16_feature(stages: Mapping[Any, Any]) -> bool:
-    """Whether any tensor is stored as f16."""
-    return any(getattr(s, "dtype", "") == "f16" for s in stages)
+        self.blocks[-1] += stored(tensor, buffer, at, value, self.features)
