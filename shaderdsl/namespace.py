@@ -116,8 +116,9 @@ def gelu(x: Any, approximate: str = "none") -> Any:
         )
     x, narrow = _wide(x)
     if approximate == "tanh":
-        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
-        return narrow(0.5 * x * (1.0 + tanh(inner)))
+        # (1 + tanh(y)) / 2 without the digits that cancel where y is far below 0.
+        twice = 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
+        return narrow(x * sigmoid(twice))
     return narrow(0.5 * x * (1.0 + erf(x * math.sqrt(0.5))))
 
 
