@@ -29,6 +29,7 @@ from .ir import expr as E
 from .ir.remat import region
 from .ir.stage import Stage, map_stage, rebind, topo_stages
 from .lowered import Lowered
+from .runtime import begin_to_choose, chosen
 from .runtime import current as current_device
 from .runtime.buffers import consume_all
 from .tracing import (
@@ -44,6 +45,7 @@ from .tracing import (
     run,
     substituted,
 )
+from .uploads import uploading
 
 # ------------------------------------------------------------------ compile
 
@@ -183,6 +185,11 @@ class Compiled:
         return self.function(*args, **keywords)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
+        early = None
+        if not chosen() and not depth():
+            # The first call of a process traces while the device is opened.
+            begin_to_choose()
+            early = self.trace(self.arguments(args, keywords))
         device = current_device()
         g = None
         looked_at = watched()
@@ -216,7 +223,7 @@ class Compiled:
             )
             known = self._plans.get(key)
             if known is None or known.plan.device is not device:
-                known = self._plans[key] = self._plan(arguments)
+                known = self._plans[key] = self._plan(arguments, early)
             given = [a for a in arrays if a is not None]
             if all(type(x) is Array for x in leaves):
                 known.seen(leaves, structure)
@@ -313,11 +320,16 @@ class Compiled:
             k += count
         return traced, frozenset(donated)
 
-    def _plan(self, arguments: dict[str, Any]) -> _Known:
-        traced, donated = self.trace(arguments)
+    def _plan(
+        self,
+        arguments: dict[str, Any],
+        early: tuple[Traced, frozenset[int]] | None,
+    ) -> _Known:
+        traced, donated = early or self.trace(arguments)  # early: traced before
         self.last_traced = traced
         outs = [*traced.outs, *traced.flags]
-        plan = plan_for(outs, traced.inputs, donated, self.scores)
+        with uploading(traced.arrays):
+            plan = plan_for(outs, traced.inputs, donated, self.scores)
         return _Known(traced, plan, sorted(donated))
 
 

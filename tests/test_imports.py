@@ -30,6 +30,7 @@ LAYERS = (
         "op",
         "function",
         "handed",
+        "uploads",
         "reference",
         "random",
         "tuner",

@@ -10,7 +10,7 @@ from .. import ops
 from ..array import Array, asarray
 from ..errors import DTypeError, ShapeError
 from ..ir import expr as E
-from ..runtime import current
+from ..runtime import owner
 from . import heads
 from .layers import Linear, RMSNorm, check_last
 from .module import Module, static
@@ -164,7 +164,7 @@ class Attention(Module):
             "start": start,
         }
         if documents is not None or first is not None or self.alibi:
-            slopes = _slopes(current(), self.num_heads) if self.alibi else None
+            slopes = _slopes(owner(), self.num_heads) if self.alibi else None
             options |= {"gate": gate if self.gated else None, "slopes": slopes}
             return self.o_proj(
                 heads.masked_attention(
@@ -194,7 +194,7 @@ def _append(cache: Array, new: Array, start: Any) -> Array:
 
 
 @functools.lru_cache(maxsize=64)
-def _slopes(device: Any, heads: int) -> Array:
+def _slopes(device: object, heads: int) -> Array:
     return asarray(ops.alibi_slopes(heads), "f32")
 
 

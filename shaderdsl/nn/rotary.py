@@ -14,7 +14,7 @@ from ..array import Array, asarray
 from ..errors import IndexRangeError, ShaderError, ShapeError
 from ..ir import expr as E
 from ..namespace import maximum, minimum
-from ..runtime import current
+from ..runtime import owner
 from . import heads
 from .module import Module, static
 
@@ -95,8 +95,8 @@ class RotaryEmbedding(Module):
             check_positions(start, length, self.max_positions)
         key = (self.dim, self.theta, self.scaling)
         if at is None and isinstance(start, int):
-            return _rows(current(), start, length, *key)
-        cos, sin = _rows(current(), 0, self.max_positions, *key)
+            return _rows(owner(), start, length, *key)
+        cos, sin = _rows(owner(), 0, self.max_positions, *key)
         if at is None:
             at = positions(length, start, self.max_positions)
         return ops.embedding(cos, at), ops.embedding(sin, at)
@@ -131,7 +131,7 @@ class RotaryEmbedding(Module):
 
 @functools.lru_cache(maxsize=256)
 def _rows(
-    device: Any,
+    device: object,
     start: int,
     length: int,
     dim: int,
@@ -148,7 +148,7 @@ def _rows(
 
 
 @functools.lru_cache(maxsize=256)
-def _arange(device: Any, start: int, length: int) -> Array:
+def _arange(device: object, start: int, length: int) -> Array:
     return asarray(np.arange(start, start + length, dtype=np.int32))
 
 
@@ -159,8 +159,8 @@ def positions(length: int, start: Any, limit: int) -> Array:
     is beyond the limit; rows that pad a chunk may be.
     """
     if isinstance(start, int):
-        return _arange(current(), start, length)
-    at = asarray(start, "i32") + _arange(current(), 0, length)
+        return _arange(owner(), start, length)
+    at = asarray(start, "i32") + _arange(owner(), 0, length)
     bounded: Array = maximum(minimum(at, limit - 1), 0)
     return bounded.inline()  # Less than the kernel that would store it.
 

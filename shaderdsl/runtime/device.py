@@ -6,9 +6,11 @@ Choice is lazy: nothing imports wgpu before the first array needs a device.
 from __future__ import annotations
 
 import abc
+import contextlib
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -187,6 +189,9 @@ class DeviceInfo:
 
 _lock = threading.RLock()
 _current: Device | None = None
+#: The device that `current` chose, and what stands for it, before that too.
+_first: weakref.ref[Device] | None = None
+_FIRST = object()
 
 
 def devices() -> list[DeviceInfo]:
@@ -209,14 +214,43 @@ def current() -> Device:
         NoAdapterError: no such adapter; or none at all and ``SHADERDSL_EXPECT_ADAPTER``
             is 1.
     """
-    global _current
+    global _current, _first
     # Read without the lock: replacing the reference is atomic.
     device = _current
     if device is None:
         with _lock:
             if _current is None:
                 _current = _choose(os.environ.get("SHADERDSL_DEVICE"), None)
+                _first = _first or weakref.ref(_current)
             device = _current
+    return device
+
+
+def chosen() -> bool:
+    """Whether a device is in use."""
+    return _current is not None
+
+
+def begin_to_choose() -> None:
+    """Have another thread do what `current` does at its first call.
+
+    Opening a device takes as long as tracing a model. Whoever needs the device waits
+    for it, and is told what goes wrong.
+    """
+
+    def choose() -> None:
+        with contextlib.suppress(Exception):
+            current()
+
+    # No daemon: a process must not end in the middle of a driver's start.
+    threading.Thread(target=choose, name="shaderdsl-device").start()
+
+
+def owner() -> object:
+    """Names the device in use in keys of what lies there; chooses none."""
+    device = _current
+    if device is None or (_first is not None and _first() is device):
+        return _FIRST
     return device
 
 
