@@ -177,6 +177,16 @@ WORKS = {
         [(40, 8), (3000, 8), (40, 3000, "i"), (40,)],
         {"online"},
     ),
+    "long rows in loops": (
+        loss_gradients,
+        [(20, 130), (300, 130), (20, 300, "i"), (20,)],
+        {"online"},
+    ),
+    "shorter sums of long rows": (
+        loss_gradients,
+        [(20, 130), (70, 130), (20, 70, "i"), (20,)],
+        {"online"},
+    ),
 }
 
 
@@ -229,7 +239,11 @@ def counted(function, xs, target):
 
 #: Iterations for each family; more for what takes some for each row.
 BUDGET = {"software": 100, "gpu": 64}
-MORE = {"rows with columns": 400}
+MORE = {
+    "rows with columns": 400,
+    "long rows in loops": 500,
+    "shorter sums of long rows": 500,
+}
 
 #: What takes more than that if nobody counts.
 BEYOND = {
@@ -238,7 +252,7 @@ BEYOND = {
         "many long rows",
         "column", "rows with columns", "long rows with columns", "contract", "joint",
         "one row", "many of one place", "scan", "scan down", "online",
-        "online of many rows", "online split", "gather",
+        "online of many rows", "online split", "gather", "long rows in loops",
     ),
     "gpu": ("many of one place", "scan", "scan down", "gather"),
 }  # fmt: skip

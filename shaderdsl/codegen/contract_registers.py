@@ -8,8 +8,11 @@ handing a value around costs a small part of a load there.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ..ir.expr import Expr
+from .address import Address
 from .contract_plan import (
     Contraction,
     Factor,
@@ -21,7 +24,7 @@ from .contract_plan import (
 from .contract_split import Pieces
 from .contract_tile import XYZW, Tile, plus
 from .kernel_text import indent
-from .program import Kernel
+from .program import Kernel, Tensor
 from .schedule import BUILTINS, finish, fold
 from .spelling import WIDTH
 from .target import Target
@@ -292,14 +295,49 @@ class _Registers(Tile):
         axis = inner_axis(self.c, outer) if f.mode else None
         return [self.read(f.expr, {**own, **k}, axis) for k in ks]
 
+    def finish(
+        self,
+        stores: Sequence[tuple[Tensor, Address, Expr]],
+        numbers: Sequence[float],
+    ) -> None:
+        # Bare stores compile as quickly one after another.
+        sums = {n for found in self.c.results for n in found}
+        self.rolled = self.block.tm > 1 and any(e not in sums for _, _, e in stores)
+        super().finish(stores, numbers)
+
+    def every_row(self, row: Callable[[int], list[str]]) -> list[str]:
+        """All rows; in a loop if much follows the sum.
+
+        The driver takes milliseconds to compile each load, and more the longer a text.
+        What picks a row's sums is cheap beside what follows.
+        """
+        if not self.rolled:
+            return super().every_row(row)
+        picked = []
+        for acc, names in enumerate(self.acc):
+            for own, column in zip(self.own(acc), zip(*names, strict=True)):
+                text = column[0]
+                for i, other in enumerate(column[1:], 1):
+                    text = f"select({text}, {other}, turn == {i}u)"
+                picked.append(f"let {own} = {text};")
+        return [
+            f"for (var turn = 0u; turn < {self.block.tm}u; turn = turn + 1u) {{",
+            *indent([*picked, *row(0)]),
+            "}",
+        ]
+
+    def own(self, acc: int) -> list[str]:
+        """Names of the sums of the row whose turn it is."""
+        return [f"own{acc}x{j}" for j in range(len(self.acc[acc][0]))]
+
     def row_at(self, i: int) -> str:
-        return plus("m0", i)
+        return "m0 + turn" if self.rolled else plus("m0", i)
 
     def column_at(self, j: int) -> str:
         return plus(f"n0 / {WIDTH}u" if self.c.wide else "n0", j)
 
     def result(self, acc: int, i: int, j: int) -> str:
-        row = self.acc[acc][i]
+        row = self.own(acc) if self.rolled else self.acc[acc][i]
         if self.c.wide and len(row) == self.block.tn:
             return f"vec4<f32>({', '.join(row[j * WIDTH : j * WIDTH + WIDTH])})"
         return row[j]

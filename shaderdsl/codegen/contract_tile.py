@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..ir import expr as E
 from .address import Address
@@ -167,38 +167,59 @@ class Tile:
             self.placed(c.n, w.let(f"min({at}, {end} - 1u)", 1, "n"), c.wide, 1)
             for at in positions
         ]
-        axis = inner_axis(c, c.n)
         scales = [self.scale(acc, x) for acc, x in enumerate(numbers)]
-        for i in range(self.rows):
+
+        def row(i: int) -> list[str]:
             w.open()
-            row = self.placed(c.m, f"row{i}", False, 2)
+            copies = self.placed(c.m, f"row{i}", False, 2)
             for j, column in enumerate(columns):
                 w.open()
-                copies = {**row, **column}
-                w.vector = column[axis] if c.wide and axis is not None else None
-                for acc, scale in enumerate(scales):
-                    value = scale.replace("{}", self.result(acc, i, j))
-                    if "(" in value or scale != "{}":
-                        value = w.let(value, 2, "r")
-                    for n in c.results[acc]:
-                        axes = {a: E.index(q) for a, q in copies.items()}
-                        w.local[E.substitute(n, axes)] = value
-                new = [
-                    (t, self.copies.move(f, copies), self.copies.bring(e, copies))
-                    for t, f, e in stores
-                ]
-                # All before the first store: it may overwrite what another one reads.
-                values = [w.splat(e) if c.wide else w.value(e) for _, _, e in new]
-                for (tensor, form, e), v in zip(new, values, strict=True):
-                    w.store(tensor, form, v, e.dtype, c.wide)
-                w.vector = None
+                self.store(stores, {**copies, **column}, scales, i, j)
                 lines = w.close()
                 w.line(f"if ({positions[j]} < {end}) {{")
                 w.blocks[-1] += [*indent(lines), "}"]
             lines = w.close()
-            w.line(f"let row{i} = {self.row_at(i)};")
-            w.line(f"if (row{i} < {self.m_end}) {{")
-            w.blocks[-1] += [*indent(lines), "}"]
+            return [
+                f"let row{i} = {self.row_at(i)};",
+                f"if (row{i} < {self.m_end}) {{",
+                *indent(lines),
+                "}",
+            ]
+
+        w.blocks[-1] += self.every_row(row)
+
+    def every_row(self, row: Callable[[int], list[str]]) -> list[str]:
+        """The text of all of a thread's rows, made of that of single ones."""
+        return [line for i in range(self.rows) for line in row(i)]
+
+    def store(
+        self,
+        stores: Sequence[tuple[Tensor, Address, E.Expr]],
+        copies: dict[int, int],
+        scales: Sequence[str],
+        i: int,
+        j: int,
+    ) -> None:
+        """Stores of a row at a column, in the innermost block."""
+        c, w = self.c, self.w
+        axis = inner_axis(c, c.n)
+        w.vector = copies[axis] if c.wide and axis is not None else None
+        for acc, scale in enumerate(scales):
+            value = scale.replace("{}", self.result(acc, i, j))
+            if "(" in value or scale != "{}":
+                value = w.let(value, 2, "r")
+            for n in c.results[acc]:
+                axes = {a: E.index(q) for a, q in copies.items()}
+                w.local[E.substitute(n, axes)] = value
+        new = [
+            (t, self.copies.move(f, copies), self.copies.bring(e, copies))
+            for t, f, e in stores
+        ]
+        # All before the first store: it may overwrite what another one reads.
+        values = [w.splat(e) if c.wide else w.value(e) for _, _, e in new]
+        for (tensor, form, e), v in zip(new, values, strict=True):
+            w.store(tensor, form, v, e.dtype, c.wide)
+        w.vector = None
 
     def scale(self, acc: int, number: float) -> str:
         """The text of a sum ``{}`` times its factor."""

@@ -13,6 +13,7 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from .contract_registers import sharing_lanes
 from .kernel_text import indent
+from .member import Member
 from .online_masks import Masks, scores_agree, sum_value
 from .online_plan import (
     LOWEST,
@@ -33,14 +34,22 @@ from .spelling import WIDTH
 from .target import Target
 from .writer import Writer
 
+#: vec4s from which on a loop takes what would be long straight-line text: the driver
+#: compiles a thousand statements in seconds. vec4s that a turn of such a loop reads.
+_LONG, _AT_ONCE = 32, 8
+
 
 @dataclass(frozen=True)
 class Rows:
-    """Lanes of a workgroup, a row each; ``step`` lines at a time; shared or not."""
+    """Lanes of a workgroup, a row each; ``step`` lines at a time; shared or not.
+
+    Where it is ``rolled``, long rows are read, multiplied and stored in loops.
+    """
 
     size: int
     step: int
     shared: bool
+    rolled: bool = False
 
 
 def choose_rows(o: Online) -> Rows:
@@ -48,7 +57,21 @@ def choose_rows(o: Online) -> Rows:
     lanes = sharing_lanes(o.target)
     if not lanes:
         return Rows(32, 2, False)
-    return Rows(lanes, lanes, True)
+    # The driver hands a value around as quickly where the lane is a variable, if
+    # subgroups have eight lanes.
+    rolled = lanes == 8 and _iterations(o, lanes) <= o.target.loop_budget * 9 // 10
+    return Rows(lanes, lanes, True, rolled)
+
+
+def _iterations(o: Online, step: int) -> int:
+    """Iterations of all loops of a thread, those over long rows included."""
+    parts = [o.extent(p.inner) for p in o.products]
+    parts += [o.extent(s.column) for s in o.sums if s.column is not None]
+    counts = [steps_of(n, WIDTH) for n in parts if n >= _LONG * WIDTH]
+    turns = sum(steps_of(n, _AT_ONCE) for n in counts)
+    steps = o.extent(*o.outer) * steps_of(o.extent(o.line), step)
+    once = o.extent(*o.outer) * (1 + turns) + sum(counts)
+    return once + steps * (1 + turns + step * len(counts))
 
 
 def registers(o: Online, rows: Rows) -> Kernel:
@@ -152,11 +175,36 @@ class Registers:
 
     def near(self) -> list[list[str]]:
         """The row's factor of each product, in registers."""
+        return [self.factors(p, p.near, self.own) for p in self.o.products]
+
+    def factors(self, p: Product, factor: Expr, at: dict[int, int]) -> list[str]:
+        """A product's factor in registers, all along its inner axis."""
+        self.fetch(factor, at, p.inner)
         depth = len(self.w.blocks) - 1
-        return [
-            [self.factor(p, p.near, k, self.own, depth) for k in self.pieces_of(p)]
-            for p in self.o.products
-        ]
+        return [self.factor(p, factor, k, at, depth) for k in self.pieces_of(p)]
+
+    def fetch(self, e: Expr, at: dict[int, int], axis: int) -> None:
+        """Read a value all along an axis, in a loop if that is long."""
+        w, chunks = self.w, self.chunks(axis)
+        count, depth = len(chunks), len(w.blocks) - 1
+        keys = [self.axes.bring(e, {**at, **c}) for c in chunks]
+        known = all(w.find(key) is not None for key in keys)
+        if known or not self.rolls(count) or not E.loads(e):
+            return
+        names = [w.fresh("x") for _ in keys]
+        for name in names:
+            w.line(f"var {name}: vec4<f32>;")
+        w.open()
+        for j in range(_AT_ONCE):
+            place = f"min(turn * {_AT_ONCE}u + {j}u, {count - 1}u)"
+            copy = self.axes.at(axis, w.let(place, depth + 1), depth + 1, True)
+            value = self.axes.value(e, {**at, **copy}, axis)
+            for k, name in list(enumerate(names))[j::_AT_ONCE]:
+                test = f"turn == {k // _AT_ONCE}u"
+                w.line(f"{name} = select({name}, {value}, {test});")
+        turns = steps_of(count, _AT_ONCE)
+        w.loop(f"for (var turn = 0u; turn < {turns}u; turn = turn + 1u)")
+        w.memo[depth] |= dict(zip(keys, names, strict=True))
 
     def pieces_of(self, p: Product) -> range:
         """The vec4s of a product's inner axis."""
@@ -211,9 +259,14 @@ class Registers:
         if o.score is not None:
             self.grow(o.score)
         weights = [self.weights(s, mine) for s in o.sums] if rows.shared else []
+        rolled = [self.rolls(len(x)) for x in weights] or [False] * len(o.sums)
+        for i, s in enumerate(o.sums):
+            if rolled[i]:
+                self.rolled_sum(self.acc[i], self.values(s), weights[i])
         for e, line in enumerate(self.places):
             for i, s in enumerate(o.sums):
-                self.add(i, s, line, e, weights)
+                if not rolled[i]:
+                    self.add(i, s, line, e, weights)
 
     def multiply(self, near: list[list[str]], mine: dict[int, int]) -> None:
         """Products of the row with the lines of a step."""
@@ -221,28 +274,65 @@ class Registers:
         self.kept: dict[Expr, list[str]] = {}
         far: list[list[str]] = []
         if rows.shared:
-            far = [
-                [self.factor(p, p.far, k, mine, 2) for k in self.pieces_of(p)]
-                for p in o.products
-            ]
+            far = [self.factors(p, p.far, mine) for p in o.products]
             self.hand_around(mine, self.places)
+        rolled = [
+            self.rolled(x, y) if self.rolls(len(y)) else []
+            for x, y in zip(near, far)  # no far ones where lines are not shared
+        ]
         for e, line in enumerate(self.places):
             for i, p in enumerate(o.products):
-                own = (
-                    [f"subgroupBroadcast({x}, {e}u)" for x in far[i]]
-                    if rows.shared
-                    else [self.factor(p, p.far, k, line, 2) for k in self.pieces_of(p)]
-                )
-                total = ""
-                for a, b in zip(near[i], own):
-                    term = f"dot({a}, {b})"
-                    total = w.let(f"{total} + {term}" if total else term, 2)
+                if rolled and rolled[i]:
+                    total = rolled[i][e]
+                elif rows.shared:
+                    own = [f"subgroupBroadcast({x}, {e}u)" for x in far[i]]
+                    total = self.dot(near[i], own, 2)
+                else:
+                    own = [self.factor(p, p.far, k, line, 2) for k in self.pieces_of(p)]
+                    total = self.dot(near[i], own, 2)
                 if abs(p.number) != 1.0:
                     number = w.param(("number", i), p.number, "f32", "number")
                     total = w.let(f"{total} * {number}", 2)
                 elif p.number == -1.0:
                     total = w.let(f"-{total}", 2)
                 self.axes.known(p.results, {**self.own, **line}, total)
+
+    def rolls(self, count: int) -> bool:
+        """Whether so many vec4s of a row or a line are taken in loops."""
+        return self.rows.rolled and count >= _LONG
+
+    def dot(self, near: list[str], far: list[str], depth: int) -> str:
+        """A dot product, vec4 by vec4."""
+        total = ""
+        for a, b in zip(near, far, strict=True):
+            term = f"dot({a}, {b})"
+            total = self.w.let(f"{total} + {term}" if total else term, depth)
+        return total
+
+    def rolled(self, near: list[str], far: list[str]) -> list[str]:
+        """Dot products of a row with the lines of a step, in a loop over these."""
+        w = self.w
+        totals = [w.fresh("t") for _ in self.places]
+        for t in totals:
+            w.line(f"var {t}: f32;")
+        w.open()
+        total = self.dot(near, [f"subgroupShuffle({x}, e)" for x in far], 3)
+        for e, t in enumerate(totals):
+            w.line(f"{t} = select({t}, {total}, e == {e}u);")
+        w.loop(f"for (var e = 0u; e < {len(totals)}u; e = e + 1u)")
+        return totals
+
+    def rolled_sum(self, names: list[str], parts: list[str], own: list[str]) -> None:
+        """What the lines of a step add to a sum, in a loop over these."""
+        w = self.w
+        w.open()
+        part = parts[0]
+        for e, other in enumerate(parts[1:], 1):
+            part = f"select({part}, {other}, e == {e}u)"
+        part = w.let(part, 3, "p")
+        for n, x in zip(names, own, strict=True):
+            w.line(f"{n} = {n} + {part} * subgroupShuffle({x}, e);")
+        w.loop(f"for (var e = 0u; e < {len(parts)}u; e = e + 1u)")
 
     def masked(self, body: Expr, nothing: str) -> list[str]:
         """A value at each line, ``nothing`` where none counts."""
@@ -336,6 +426,8 @@ class Registers:
         """A line's weights."""
         if s.column is None:
             return []
+        if self.rows.shared:
+            self.fetch(s.weight, line, s.column)
         return [
             self.axes.value(s.weight, {**line, **c}, s.column)
             for c in self.chunks(s.column)
@@ -358,36 +450,67 @@ class Registers:
             if s.column is None:
                 self.axes.known([s.own], self.own, self.finished(s, names[0], self.own))
         w.open()
-        chunk: dict[int, list[dict[int, int]]] = {}
+        columns = {m: column_of(o, m) for m in o.epilogue}
         for m, body in o.epilogue.items():
-            column = column_of(o, m)
-            if column is None:
+            if columns[m] is None:
                 v = self.axes.value(body, self.own)
                 form = self.axes.move(o.store(m), self.own)
                 w.store(o.group.target(m)[0], form, v, body.dtype, False)
-                continue
-            if column not in chunk:
-                chunk[column] = self.chunks(column)
-                for s, names in zip(o.sums, self.acc):
-                    if s.column == column:
-                        for c, n in zip(chunk[column], names):
-                            copies = {**self.own, **c}
-                            self.axes.known(
-                                [s.own], copies, self.finished(s, n, self.own)
-                            )
-            for c in chunk[column]:
-                copies = {**self.own, **c}
-                v = self.axes.value(body, copies, column)
-                form = self.axes.move(o.store(m), copies)
-                self.axes.along(column, c)
-                w.store(o.group.target(m)[0], form, v, body.dtype, True)
-                self.axes.along(None)
+        for column in dict.fromkeys(columns.values()):
+            if column is not None:
+                members = [m for m in o.epilogue if columns[m] == column]
+                self.columns_end(column, members)
         stores = w.close()
         w.line(f"if (row < {self.row_end}) {{")
         w.blocks[0] += [*indent(stores), "}"]
 
-    def finished(self, s: Sum, name: str, copies: dict[int, int]) -> str:
+    def columns_end(self, column: int, members: list[Member]) -> None:
+        """What is computed from the sums along a column, and the stores."""
+        w = self.w
+        sums = {
+            s: names for s, names in zip(self.o.sums, self.acc) if s.column == column
+        }
+        chunks = self.chunks(column)
+        if not self.rolls(len(chunks)):
+            for k, c in enumerate(chunks):
+                parts = {s: names[k] for s, names in sums.items()}
+                self.chunk_end(column, members, c, parts)
+            return
+        w.open()
+        parts = {}
+        for s, names in sums.items():
+            own = names[0]
+            for k in range(1, len(names)):
+                own = w.let(f"select({own}, {names[k]}, turn == {k}u)", 2, "r")
+            parts[s] = own
+        c = self.axes.at(column, "turn", 2, True)
+        self.chunk_end(column, members, c, parts, 2)
+        w.loop(f"for (var turn = 0u; turn < {len(chunks)}u; turn = turn + 1u)")
+
+    def chunk_end(
+        self,
+        column: int,
+        members: list[Member],
+        chunk: dict[int, int],
+        parts: dict[Sum, str],
+        depth: int = 0,
+    ) -> None:
+        """The same of a vec4."""
+        o, w, copies = self.o, self.w, {**self.own, **chunk}
+        for s, name in parts.items():
+            self.axes.known([s.own], copies, self.finished(s, name, copies, depth))
+        bodies = {m: o.epilogue[m] for m in members}
+        values = [self.axes.value(b, copies, column) for b in bodies.values()]
+        for (m, body), v in zip(bodies.items(), values, strict=True):
+            form = self.axes.move(o.store(m), copies)
+            self.axes.along(column, chunk)
+            w.store(o.group.target(m)[0], form, v, body.dtype, True)
+            self.axes.along(None)
+
+    def finished(
+        self, s: Sum, name: str, copies: dict[int, int], depth: int = 0
+    ) -> str:
         """A sum with what stands before it."""
         if is_one(s.outer):
             return name
-        return self.w.let(f"{name} * {self.axes.value(s.outer, copies)}", 0, "r")
+        return self.w.let(f"{name} * {self.axes.value(s.outer, copies)}", depth, "r")
