@@ -179,18 +179,22 @@ def test_what_peers_give_can_be_the_target(cpu, monkeypatch):
     right = ROWS[NAMES.index("row_sum")]
 
     def make(quick):
-        return dataclasses.replace(right.make(quick), torch=lambda *_: None)
+        return dataclasses.replace(right.make(True), torch=lambda *_: None)
 
     class Torch:
         class cuda:
             empty_cache = staticmethod(lambda: None)
 
     row = dataclasses.replace(right, make=make, beats="torch")
-    record = Bench(True, 0.01, ["torch"], Torch).row(row)
+    record = Bench(False, 0.01, ["torch"], Torch).row(row)
     assert record.target == record.peers["torch"] == 128 * 2048 * 4 / 1e9 / 0.5
-    record = Bench(True, 0.01).row(row)
+    record = Bench(False, 0.01).row(row)
     assert record.target is None
     assert record.notes == ["its target is torch, which was not timed"]
+    # Targets are of the large sizes.
+    record = Bench(True, 0.01, ["torch"], Torch).row(row)
+    assert record.target is None and not record.notes
+    assert right.target and Bench(True, 0.01).row(right).target is None
 
 
 @pytest.mark.parametrize("row", [r for r in ROWS if r.name.endswith("_default")])

@@ -76,6 +76,8 @@ class Bench:
         target = row.target
         if row.with_matrices and current().target.features.matrix:
             target = row.with_matrices
+        if self.quick:
+            target = None  # which is of the large size
         record = Record(row.name, row.title, row.unit, target)
         try:
             work = row.make(self.quick)
@@ -87,7 +89,7 @@ class Bench:
             return record
         for peer in self.peers:
             self._peer(peer, row, work, record)
-        if row.beats is not None:
+        if row.beats is not None and not self.quick:
             record.target = record.peers.get(row.beats)
             if record.target is None:
                 record.notes.append(f"its target is {row.beats}, which was not timed")

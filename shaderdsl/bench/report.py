@@ -44,8 +44,8 @@ def share(record: Record, copy: float | None, product: float | None) -> float | 
 def line(record: Record, peers: Sequence[str]) -> str:
     """One row as it is measured."""
     if record.value is None:
-        return f"{record.name:34} {'; '.join(record.notes)}"
-    parts = [f"{record.name:34} {number(record.value):>9} {record.unit:8}"]
+        return f"{record.name:39} {'; '.join(record.notes)}"
+    parts = [f"{record.name:39} {number(record.value):>9} {record.unit:8}"]
     for peer in peers:
         value = record.peers.get(peer)
         text = "-"

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             target = f"  target {row.target:g} {row.unit}" if row.target else ""
             if row.beats:
                 target = f"  target: no less than {row.beats}"
-            print(f"{row.name:34} {row.title}{target}")
+            print(f"{row.name:39} {row.title}{target}")
         return 0
     seconds = args.seconds if args.seconds is not None else 0.2 if args.quick else 0.5
     if seconds <= 0 or args.minutes <= 0:
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     records = []
     for row in rows:
         if time.perf_counter() - start > 60 * args.minutes:
-            print(f"{row.name:34} not begun: the {args.minutes:g} minutes are over")
+            print(f"{row.name:39} not begun: the {args.minutes:g} minutes are over")
             continue
         records.append(bench.row(row))
         print(report.line(records[-1], peers), flush=True)
