@@ -27,9 +27,9 @@ from .errors import (
 from .ir import arrays as A
 from .ir import expr as E
 from .ir.expr import Expr
+from .ir.operators import expand_power, install
 from .ir.primitives import PRIMITIVES
 from .ir.stage import Stage, input_stage, kept, whole
-from .ir.trace import OPERATORS, expand_power
 from .runtime import current as current_device
 from .runtime import open_device
 from .runtime.buffers import changes
@@ -557,26 +557,6 @@ def _bad_index() -> Array:
     )
 
 
-def _install(name: str, prim: str, swap: bool = False, reflect: bool = True) -> None:
-    def forward(self: Array, other: Any) -> Any:
-        if not is_operand(other):
-            return NotImplemented
-        return primitive(prim, other, self) if swap else primitive(prim, self, other)
-
-    def reflected(self: Array, other: Any) -> Any:
-        return primitive(prim, other, self) if is_operand(other) else NotImplemented
-
-    setattr(Array, f"__{name}__", forward)
-    if reflect:
-        setattr(Array, f"__r{name}__", reflected)
-
-
-for _name, _prim in OPERATORS.items():
-    _install(_name, _prim, reflect=_name not in ("lt", "le", "eq", "ne"))
-_install("gt", "lt", swap=True, reflect=False)
-_install("ge", "le", swap=True, reflect=False)
-
-
 def is_operand(x: Any) -> bool:
     """Whether an operator takes this: an array, a list or a number."""
     return (
@@ -689,6 +669,9 @@ def primitive(name: str, *xs: Any) -> Array:
         ),
         *operands,
     )
+
+
+install(Array, primitive, is_operand)
 
 
 def _as_float(x: int) -> int | float:

@@ -22,8 +22,8 @@ from .ir import arrays as A
 from .ir import expr as E
 from .ir import interpret
 from .ir import signature as S
-from .ir import trace as T
 from .ir.bounds import HostCheck
+from .ir.call import run
 from .ir.stage import Stage
 from .tracing import (
     check_ids,
@@ -163,7 +163,7 @@ class Op:
         with lock:
             sig = S.expand(self.signature, shapes, where)
             known = S.solve(sig, shapes, sizes, self.operands, where)
-            outs, checks, many = T.run(
+            outs, checks, many = run(
                 self.function, self.name, sig, known, stages, options, self.operands
             )
             return outs, settled(checks), many

@@ -640,9 +640,9 @@ def test_advice_on_numpy_names_what_there_is(cpu, name, cure):
 
 
 def test_every_advised_name_is_there():
-    from shaderdsl.ir.trace import _NAMES
+    from shaderdsl.ir.operators import NAMES
 
-    for name, own in _NAMES.items():
+    for name, own in NAMES.items():
         assert hasattr(np, name)
         assert not own.isidentifier() or hasattr(sd, own)
 

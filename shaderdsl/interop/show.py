@@ -17,7 +17,7 @@ from ..errors import AxisError, DifferentiationError, DTypeError
 from ..ir import differentiate
 from ..ir import expr as E
 from ..ir import signature as S
-from ..ir import trace as T
+from ..ir.call import run
 from ..ir.expr import Expr
 from ..ir.indexmap import Digit, affine, digits
 from ..ir.stage import ITEMSIZE, Stage, input_stage, topo_stages
@@ -109,7 +109,7 @@ class _Graph:
                 for n, d, name in zip(shapes, dtypes, op.operands, strict=True)
             ]
             try:
-                self.outs, _, _ = T.run(
+                self.outs, _, _ = run(
                     op.function,
                     op.name,
                     sig,

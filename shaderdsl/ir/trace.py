@@ -7,10 +7,9 @@ is positional.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +22,10 @@ from ..errors import (
     TraceError,
 )
 from . import expr as E
-from . import signature as S
-from . import verify
-from .bounds import HostCheck, check_ranges
+from .bounds import HostCheck
 from .expr import Expr
-from .indexmap import Affine, merge
-from .stage import MONOIDS, Stage, kept, make_reduce, map_stage
+from .operators import UFUNCS, expand_power, install, instead_of
+from .stage import MONOIDS, kept, make_reduce, map_stage
 
 _current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar(
     "trace", default=None
@@ -49,6 +46,16 @@ def current() -> Trace:
 def inside() -> bool:
     """Whether an op body is being traced."""
     return _current.get() is not None
+
+
+@contextlib.contextmanager
+def entered(trace: Trace) -> Iterator[None]:
+    """While an op's function runs: its call is the current one."""
+    token = _current.set(trace)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 @dataclass
@@ -210,12 +217,12 @@ class Value:
         """NumPy numbers on the left of an operator; NumPy's functions are refused."""
         if ufunc.__name__ == "matmul":
             self.__matmul__(args)
-        prim = _UFUNCS.get(ufunc.__name__)
+        prim = UFUNCS.get(ufunc.__name__)
         if prim is None or method != "__call__" or more:
             raise TraceError(
                 f"np.{ufunc.__name__} cannot be used inside an op",
                 where=f"{self.trace.name} ({E.user_location()})",
-                cure=_instead_of(ufunc.__name__),
+                cure=instead_of(ufunc.__name__),
             )
         return power(*args) if prim == "pow" else primitive(prim, *args)
 
@@ -319,86 +326,6 @@ class Indexed:
         return f"Indexed({self.name} {list(self.shape)})"
 
 
-def _operator(name: str, prim: str, swap: bool = False) -> None:
-    def forward(self: Value, other: Any) -> Value:
-        return primitive(prim, other, self) if swap else primitive(prim, self, other)
-
-    def reflected(self: Value, other: Any) -> Value:
-        return primitive(prim, other, self)
-
-    setattr(Value, f"__{name}__", forward)
-    if name not in ("lt", "le", "gt", "ge", "eq", "ne"):
-        setattr(Value, f"__r{name}__", reflected)
-
-
-OPERATORS = {
-    "add": "add",
-    "sub": "sub",
-    "mul": "mul",
-    "truediv": "div",
-    "floordiv": "floordiv",
-    "mod": "mod",
-    "and": "and",
-    "or": "or",
-    "xor": "xor",
-    "lshift": "shl",
-    "rshift": "shr",
-    "lt": "lt",
-    "le": "le",
-    "eq": "eq",
-    "ne": "ne",
-}
-# NumPy's names of what its numbers do when they stand on the left.
-#: Names of NumPy that are others here.
-_NAMES = {
-    "absolute": "abs", "fabs": "abs", "negative": "-x", "square": "x * x",
-    "reciprocal": "1.0 / x", "arcsin": "asin", "arccos": "acos", "arctan": "atan",
-    "arctan2": "atan2", "rint": "round", "fmax": "maximum", "fmin": "minimum",
-    "float_power": "pow", "invert": "~x", "bitwise_not": "~x", "logical_and": "a & b",
-    "logical_or": "a | b", "logical_not": "~a", "logical_xor": "a ^ b", "mod": "a % b",
-    "fmod": "a % b", "equal": "a == b", "not_equal": "a != b", "less": "a < b",
-    "less_equal": "a <= b", "greater": "a > b", "greater_equal": "a >= b",
-}  # fmt: skip
-
-
-def _instead_of(name: str) -> str:
-    """What to write in the place of a function of NumPy."""
-    own = _NAMES.get(name, name)
-    if not own.isidentifier():
-        return f"write {own}"
-    if hasattr(sys.modules.get(__name__.partition(".")[0]), own):
-        return f"use sd.{own}"
-    return (
-        f"there is no sd.{own}: write it of functions that there are (sd.exp, sd.log, "
-        "sd.pow, sd.where, …)"
-    )
-
-
-_UFUNCS = {
-    "add": "add",
-    "subtract": "sub",
-    "multiply": "mul",
-    "divide": "div",
-    "true_divide": "div",
-    "floor_divide": "floordiv",
-    "remainder": "mod",
-    "power": "pow",
-    "bitwise_and": "and",
-    "bitwise_or": "or",
-    "bitwise_xor": "xor",
-    "left_shift": "shl",
-    "right_shift": "shr",
-    "less": "lt",
-    "less_equal": "le",
-    "equal": "eq",
-    "not_equal": "ne",
-}
-for _name, _prim in OPERATORS.items():
-    _operator(_name, _prim)
-_operator("gt", "lt", swap=True)
-_operator("ge", "le", swap=True)
-
-
 def _of_another_call(x: Value) -> TraceError:
     here = _current.get()
     used = "outside of it" if here is None else f"in {here.name}"
@@ -457,44 +384,7 @@ def primitive(name: str, *args: Any) -> Value:
         raise
 
 
-def expand_power(base: Any, exponent: Any, prim: Callable[..., Any]) -> Any:
-    """``base ** exponent`` for a known exponent: products, roots and reciprocals; else
-    the primitive.
-    """
-    if isinstance(exponent, (int, float)) and not isinstance(exponent, bool):
-        if getattr(base, "dtype", None) in ("i32", "u32", "bool"):
-            if isinstance(exponent, int) and 0 <= exponent < 2**31:
-                return _integer_power(base, exponent, prim)
-            base = prim("mul", base, 1.0)
-        n = float(exponent) if abs(exponent) < 2**63 else math.inf
-        if n == 0.5:
-            return prim("sqrt", base)
-        if n == -0.5:
-            return prim("rsqrt", base)
-        if n.is_integer() and 0 < abs(n) <= 64:
-            k = int(abs(n))
-            result = None
-            square = base
-            while k:
-                if k & 1:
-                    result = square if result is None else prim("mul", result, square)
-                k >>= 1
-                if k:
-                    square = prim("mul", square, square)
-            return prim("div", 1.0, result) if n < 0 else result
-    return prim("pow", base, exponent)
-
-
-def _integer_power(base: Any, k: int, prim: Callable[..., Any]) -> Any:
-    """An integer to a known power: products, which wrap."""
-    result = prim("add", prim("mul", base, 0), 1) if k == 0 else None
-    while k:
-        if k & 1:
-            result = base if result is None else prim("mul", result, base)
-        k >>= 1
-        if k:
-            base = prim("mul", base, base)
-    return result
+install(Value, primitive)
 
 
 def power(base: Any, exponent: Any) -> Value:
@@ -531,193 +421,3 @@ def reduce(
         loc=E.user_location(),
     )
     return Value(result, trace)
-
-
-# ------------------------------------------------------------------ calling an op's
-# function
-
-
-def operands(
-    sig: S.Signature, trace: Trace, arrays: Sequence[Stage], names: Sequence[str]
-) -> list[Value | tuple[Value, ...]]:
-    """The arrays as values over the axes that the signature gives them."""
-    out: list[Value | tuple[Value, ...]] = []
-    for dims, stage, name in zip(sig.inputs, arrays, names, strict=True):
-        joined = [d for d in dims if d.kind == "joined"]
-        if not joined:
-            node = E.load(stage, [_position(d, trace) for d in dims])
-            node.label = node.label or name
-            out.append(Value(node, trace))
-            continue
-        if len(joined) > 1:
-            raise AxisError("an operand can have one joined axis", where=trace.name)
-        pieces = []
-        offset = 0
-        for piece in joined[0].axes:
-            a = trace.axis(piece)
-            at = Affine({a: 1}, offset, ()).expr()
-            pieces.append(
-                Value(
-                    E.load(
-                        stage,
-                        [at if d is joined[0] else _position(d, trace) for d in dims],
-                    ),
-                    trace,
-                )
-            )
-            offset += trace.extents[a]
-        out.append(tuple(pieces))
-    return out
-
-
-def _position(d: S.Dim, trace: Trace) -> Expr:
-    names = (d.text,) if d.kind == "derived" else d.axes
-    return merge([trace.axis(n) for n in names], trace.extents)
-
-
-def run(
-    function: Callable[..., Any],
-    name: str,
-    sig: S.Signature,
-    sizes: dict[str, int],
-    arrays: Sequence[Stage],
-    keywords: dict[str, Any],
-    names: Sequence[str],
-) -> tuple[list[Stage], list[HostCheck], bool]:
-    """Call an op's function once; give its results as stages, checks for ids, and
-    whether it gave a tuple.
-    """
-    trace = Trace(name, {a: sizes[a] for a in sig.axes()} | sizes)
-    token = _current.set(trace)
-    try:
-        args = operands(sig, trace, arrays, names)
-        for part in args:  # made by nobody's line
-            for value in part if isinstance(part, tuple) else (part,):
-                value.expr.loc = _where(function, name)
-        kw = {
-            k: Value(v, trace) if isinstance(v, Expr) else v
-            for k, v in keywords.items()
-        }
-        results = function(*args, **kw)
-        many = len(sig.outputs) > 1
-        if many and (
-            not isinstance(results, tuple) or len(results) != len(sig.outputs)
-        ):
-            raise ShapeError(
-                f"the op returns {len(results) if isinstance(results, tuple) else 1} "
-                "values, its signature has "
-                f"{len(sig.outputs)} results",
-                where=_where(function, name),
-            )
-        half = _storage(arrays)
-        stages = [
-            _result(r, dims, trace, name, half, function)
-            for r, dims in zip(
-                results if many else (results,), sig.outputs, strict=True
-            )
-        ]
-        verify.check(stages, "after tracing")
-        return stages, trace.checks, many
-    finally:
-        _current.reset(token)
-
-
-def _storage(arrays: Sequence[Stage]) -> bool:
-    floats = [a.dtype for a in arrays if a.dtype in E.FLOATS]
-    return bool(floats) and all(d == "f16" for d in floats)
-
-
-def _where(function: Callable[..., Any], name: str) -> str:
-    code = getattr(function, "__code__", None)
-    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
-
-
-def _result(
-    result: Any,
-    dims: tuple[S.Dim, ...],
-    trace: Trace,
-    name: str,
-    half: bool,
-    function: Callable[..., Any],
-) -> Stage:
-    joined = [d for d in dims if d.kind == "joined"]
-    if joined:
-        if not isinstance(result, (tuple, list)) or len(result) != len(joined[0].axes):
-            raise ShapeError(
-                f"the result axis '{joined[0].text}' needs a tuple of "
-                f"{len(joined[0].axes)} pieces",
-                where=_where(function, name),
-            )
-        pieces = [unwrap(p) for p in result]
-    else:
-        if isinstance(result, (tuple, list)):
-            raise ShapeError(
-                "the op returns a tuple, its signature has one result",
-                where=_where(function, name),
-            )
-        pieces = [unwrap(result)]
-    # Axes of the result in order; a joined dimension gets a fresh axis that runs over
-    # all pieces.
-    axes: list[int] = []
-    groups: list[tuple[int, ...]] = []
-    extents = list(trace.extents)
-    for d in dims:
-        if d.kind == "joined":
-            extents.append(sum(trace.extents[trace.axis(a)] for a in d.axes))
-            members = [len(extents) - 1]
-        elif d.kind == "derived":
-            members = [trace.axis(d.text)]
-        else:
-            members = [trace.axis(a) for a in d.axes]
-        groups.append(tuple(range(len(axes), len(axes) + len(members))))
-        axes += members
-    if len(set(axes)) != len(axes):
-        raise AxisError(
-            f"an axis appears twice in a result of '{trace.name}'",
-            where=_where(function, name),
-        )
-    names = {v: k for k, v in trace.numbers.items()}
-    for k, p in enumerate(pieces):
-        allowed = set(axes) | ({trace.axis(joined[0].axes[k])} if joined else set())
-        left = [a for a in E.bits(p.free) if a not in allowed]
-        if left:
-            raise AxisError(
-                f"the result still depends on axis {names[left[0]]!r}, which its "
-                "signature does not have",
-                where=f"{name} ({p.loc or _where(function, name)})",
-                cure=f"reduce it: sd.sum(…, over={names[left[0]]!r}), or add the axis "
-                "to the result",
-            )
-        trace.checks += check_ranges(p, trace.extents, names, name)
-    body = (
-        pieces[0] if not joined else _join(pieces, joined[0], trace, len(extents) - 1)
-    )
-    body = E.substitute(body, {a: E.index(i) for i, a in enumerate(axes)})
-    dtype = "f16" if half and body.dtype == "f32" else body.dtype
-    return map_stage(
-        [extents[a] for a in axes],
-        body,
-        name,
-        groups=tuple(groups),
-        dtype=dtype,
-        loc=_where(function, name),
-    )
-
-
-def _join(pieces: Sequence[Expr], d: S.Dim, trace: Trace, whole: int) -> Expr:
-    same = E.promote(list(pieces), "a joined axis")
-    position = E.index(whole)
-    start = sum(trace.extents[trace.axis(a)] for a in d.axes)
-    result: Expr | None = None
-    for piece, name in zip(reversed(same), reversed(d.axes), strict=True):
-        a = trace.axis(name)
-        start -= trace.extents[a]
-        moved = E.substitute(piece, {a: Affine({whole: 1}, -start, ()).expr()})
-        end = E.const(start + trace.extents[a])
-        result = (
-            moved
-            if result is None
-            else E.where(E.apply("lt", position, end), moved, result)
-        )
-    assert result is not None
-    return result
