@@ -15,12 +15,24 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..errors import DeviceError, NoAdapterError
 
 #: What each library is called where it is imported.
 PACKAGES = {"wgpu": "wgpu", "dawn": "wgpudawn"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a device is to have: features, limits, and whether it goes without checks
+    of indices, where a library decides that `at_once`.
+    """
+
+    features: Sequence[str]
+    limits: Mapping[str, int]
+    unchecked: bool
 
 
 class Library(Protocol):
@@ -50,14 +62,8 @@ class Library(Protocol):
     optional: tuple[str, ...]
     at_once: bool
 
-    def open(
-        self,
-        adapter: Any,
-        features: Sequence[str],
-        limits: Mapping[str, int],
-        unchecked: bool,
-    ) -> Any:
-        """A device of an adapter; ``unchecked`` without checks, where `at_once`."""
+    def open(self, adapter: Any, request: Request) -> Any:
+        """A device of an adapter."""
         ...
 
     def commands(self, raw: Any, gpu: Any) -> Any:
@@ -138,15 +144,10 @@ class _Native:
             "void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)", self._tell
         )
 
-    def open(
-        self,
-        adapter: Any,
-        features: Sequence[str],
-        limits: Mapping[str, int],
-        unchecked: bool,
-    ) -> Any:
+    def open(self, adapter: Any, request: Request) -> Any:
         return adapter.request_device_sync(
-            required_features=list(features), required_limits=dict(limits)
+            required_features=list(request.features),
+            required_limits=dict(request.limits),
         )
 
     def commands(self, raw: Any, gpu: Any) -> Any:
@@ -238,18 +239,12 @@ class _Dawn:
         with contextlib.suppress(RuntimeError):
             self._extras.set_instance_extras(enable_toggles=list(_TOGGLES))
 
-    def open(
-        self,
-        adapter: Any,
-        features: Sequence[str],
-        limits: Mapping[str, int],
-        unchecked: bool,
-    ) -> Any:
+    def open(self, adapter: Any, request: Request) -> Any:
         return self._extras.request_device_sync(
             self._fresh(adapter),
-            required_features=list(features),
-            required_limits=dict(limits),
-            enable_toggles=(*_DEVICE_ON, *(_UNCHECKED if unchecked else ())),
+            required_features=list(request.features),
+            required_limits=dict(request.limits),
+            enable_toggles=(*_DEVICE_ON, *(_UNCHECKED if request.unchecked else ())),
             disable_toggles=_DEVICE_OFF,
         )
 

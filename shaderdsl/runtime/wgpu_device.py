@@ -27,6 +27,7 @@ from . import profiling, tuned
 from .adapters import LIMIT_NAMES, found, home, library, opened, refuse_fork
 from .buffers import Buffer, Pool, physical_memory
 from .device import STORAGE, VISIBLE, Device, DeviceInfo, say_once
+from .library import Request
 from .pipelines import Pipelines, wants_unchecked
 from .reading import Reading
 
@@ -81,7 +82,8 @@ class WgpuDevice(Device):
                 name = f"max-compute-workgroup-size-{axis}"
                 required[name] = adapter.limits[name]
         try:
-            self.gpu = library.open(adapter, features, required, self.unchecked)
+            request = Request(features, required, self.unchecked)
+            self.gpu = library.open(adapter, request)
         except (RuntimeError, wgpu.GPUError) as error:
             raise DeviceError(f"{info.name} gave no device: {error}") from error
         self.queue = self.gpu.queue
