@@ -4,12 +4,14 @@ the maximum and the sum.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 import shaderdsl as sd
 from shaderdsl import ops
-from shaderdsl.codegen import row
+from shaderdsl.codegen import row, row_walk
 from shaderdsl.testing.gradients import Graph
 
 
@@ -120,6 +122,8 @@ def looping(request, schedules, monkeypatch):
     """Rows that a kernel walks in a loop, shorter than they would be."""
     monkeypatch.setattr(row, "ONLINE", 128)
     monkeypatch.setattr(row, "WRITTEN", 128)
+    monkeypatch.setattr(row_walk, "HELD", 8)
+    monkeypatch.setattr(row_walk, "RESERVED", 1 << 20)
     return schedules(request.param)
 
 
@@ -170,6 +174,119 @@ def test_infinities_in_one_walk(looping):
     m, w = (y.numpy() for y in most(x))
     np.testing.assert_array_equal(m, x.max(-1))
     assert np.isnan(w[[0, 1, 3, 4]]).all() and np.isfinite(w[[2, 5]]).all()
+
+
+# ------------------------------------------------------- what stays on the chip of rows
+
+
+@pytest.fixture
+def small(schedules, retarget, wgpu, monkeypatch):
+    """A GPU whose workgroups hold 2,048 elements of a row in registers, and 1,024 in
+    workgroup memory.
+    """
+    monkeypatch.setattr(row, "WRITTEN", 128)
+    schedules("gpu")
+    limits = dataclasses.replace(
+        wgpu.target.limits,
+        max_invocations=64,
+        max_workgroup_size_x=64,
+        max_workgroup_storage=64 * row_walk.RESERVED + 4096,
+    )
+    retarget(limits=limits)
+
+
+def rms(x):
+    return ops.rms_norm(x, np.linspace(0.5, 1.5, x.shape[-1]).astype(np.float32))
+
+
+def norm(x):
+    gain = np.linspace(0.5, 1.5, x.shape[-1]).astype(np.float32)
+    return ops.layer_norm(x, gain, gain[::-1].copy())
+
+
+#: Elements of a row, and what it takes: registers alone, workgroup memory, a loop.
+LENGTHS = [
+    (1900, "registers"),
+    (2048, "registers"),
+    (2052, "memory"),
+    (3068, "memory"),
+    (3072, "memory"),
+    (3076, "loop"),
+    (7004, "loop"),
+    (2047, "registers"),
+    (2049, "memory"),
+    (3073, "loop"),
+    (6001, "loop"),
+]
+
+
+@pytest.mark.parametrize("f", [ops.softmax, ops.log_softmax, rms, norm])
+@pytest.mark.parametrize(("n", "what"), LENGTHS)
+def test_what_stays_of_a_row(small, f, n, what):
+    low = sd.lower(f, sd.spec("f32", 3, n))
+    (kernel,) = low.kernels
+    text = kernel.wgsl
+    assert ("kept" in text, "walk" in text) == (what != "registers", what == "loop")
+    x = rows((3, n))
+    graph, wide = Graph(f, [x]), x.astype(np.float64)
+    (want,) = graph.value([wide])
+    y, pullback = sd.vjp(f, x)
+    close = 2e-6 * np.abs(want).max()
+    np.testing.assert_allclose(y.numpy(), want, rtol=2e-5, atol=close)
+    dy = rows(np.shape(want), 1.0)
+    (slope,) = graph.gradient([wide], [dy.astype(np.float64)])
+    close = 2e-5 * np.abs(slope).max()
+    np.testing.assert_allclose(pullback(dy).numpy(), slope, rtol=0, atol=close)
+
+
+@pytest.mark.parametrize(("n", "what"), LENGTHS)
+def test_loss_and_gradient_of_rows_that_stay(small, n, what):
+    """Cross entropy and what it gives back, from one kernel of the rows."""
+    labels = sd.asarray(np.array([5, n - 1, 1700], np.int32))
+
+    def loss(x):
+        return sd.nn.cross_entropy(x, labels)
+
+    both = sd.value_and_grad(loss)
+    low = sd.lower(both, sd.spec("f32", 3, n))
+    text = low.kernels[0].wgsl
+    assert len(low.kernels) == 2
+    assert ("kept" in text, "walk" in text) == (what != "registers", what == "loop")
+    x = rows((3, n))
+    wide = x.astype(np.float64)
+    value, dx = sd.compile(both)(x)
+    p = np.exp(wide - wide.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    at = np.arange(3), np.asarray(labels)
+    assert float(value) == pytest.approx(-np.log(p[at]).mean(), rel=1e-6)
+    p[at] -= 1
+    np.testing.assert_allclose(dx.numpy(), p / 3, rtol=2e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("n", [1900, 3068, 3076, 3073])
+def test_infinities_in_rows_that_stay(small, n):
+    x = rows((6, n))
+    x[0, : n - 10] = -np.inf
+    x[1] = -np.inf
+    x[2, n - 1] = 1e30
+    x[3, 3] = np.inf
+    x[4, n - 2] = np.nan
+    x[5, n // 2 :] = 1e4
+    p = ops.softmax(x).numpy()
+    last = np.exp(x[0, n - 10 :].astype(np.float64))
+    np.testing.assert_allclose(p[0, n - 10 :], last / last.sum(), rtol=1e-5)
+    assert not p[0, : n - 10].any() and not p[1].any()
+    assert p[2, n - 1] == 1.0 and p[2].sum() == 1.0
+    assert np.isnan(p[4]).all()
+    np.testing.assert_allclose(p[5, n // 2 :], 1 / (n - n // 2), rtol=1e-5)
+    plain = sd.compile(plain_softmax)(x).numpy()
+    assert np.isnan(plain[[1, 3, 4]]).all() and np.isfinite(plain[[0, 2, 5]]).all()
+
+
+def plain_softmax(x):
+    """Without a word on infinities: below an infinite maximum all is NaN."""
+    e = sd.exp(x - sd.max(x, axis=-1, keepdims=True))
+    return e / sd.sum(e, axis=-1, keepdims=True)
 
 
 def plain_sum(x):

@@ -123,24 +123,17 @@ class Tree:
         device alone.
         """
         w = self.w
-        w.uses_subgroups = True
-        if self.dirty:
-            w.line("workgroupBarrier();", depth)
-        slots: dict[str, int] = {}
-        names = []
-        for monoid, dtype, v in values:
-            k = slots[dtype] = slots.get(dtype, -1) + 1
-            names.append(self._array(dtype, k))
-            part = w.let(_subgroup(monoid, v, dtype), depth, "s")
-            w.line(f"if (sg_lane == 0u) {{ {names[-1]}[sg] = {part}; }}", depth)
-        w.line("workgroupBarrier();", depth)
+        parts = [
+            (dtype, w.let(subgroup(monoid, v, dtype), depth, "s"))
+            for monoid, dtype, v in values
+        ]
+        names = self.laid_down(parts, depth)
         totals = [w.fresh("s") for _ in values]
         steps = []
         for (monoid, dtype, _), name, total in zip(values, names, totals, strict=True):
             w.line(f"var {total} = {identity(w, monoid, dtype)};", depth)
             step = combine(monoid, total, f"{name}[q]", dtype)
             steps.append(f"{total} = {step};")
-        self.dirty = True
         if alone:  # the other subgroups are done
             loop = f"for (var q = 0u; q < sg_count; q++) {{ {' '.join(steps)} }}"
             w.line(f"if (lane == 0u) {{ {loop} }}", depth)
@@ -148,12 +141,30 @@ class Tree:
         loop = "var q = sg_lane; q < sg_count; q += sg_size"
         w.line(f"for ({loop}) {{ {' '.join(steps)} }}", depth)
         return [
-            w.let(_subgroup(monoid, total, dtype), depth, "r")
+            w.let(subgroup(monoid, total, dtype), depth, "r")
             for (monoid, dtype, _), total in zip(values, totals, strict=True)
         ]
 
+    def laid_down(self, parts: Sequence[tuple[str, str]], depth: int) -> list[str]:
+        """Arrays in workgroup memory with (dtype, value) of each subgroup, by its
+        number.
+        """
+        w = self.w
+        w.uses_subgroups = True
+        if self.dirty:
+            w.line("workgroupBarrier();", depth)
+        slots: dict[str, int] = {}
+        names = []
+        for dtype, part in parts:
+            k = slots[dtype] = slots.get(dtype, -1) + 1
+            names.append(self._array(dtype, k))
+            w.line(f"if (sg_lane == 0u) {{ {names[-1]}[sg] = {part}; }}", depth)
+        w.line("workgroupBarrier();", depth)
+        self.dirty = True
+        return names
 
-def _subgroup(monoid: str, v: str, dtype: str) -> str:
+
+def subgroup(monoid: str, v: str, dtype: str) -> str:
     """The combination over a subgroup's lanes; NaN wins in max and min."""
     if monoid == NUMBERS_MAX:
         return f"subgroupMax({v})"

@@ -35,7 +35,7 @@ from .row_online import (
     lowered_plainly,
     told_by_sum,
 )
-from .row_walk import HELD, Walks
+from .row_walk import HELD, RESERVED, Kept, Walks, inside, kept
 from .schedule import (
     Layout,
     decode,
@@ -50,6 +50,9 @@ from .schedule import (
 )
 from .spelling import WIDTH, wgsl_type
 from .target import Target
+
+#: Elements of a lane, unrolled, that are few.
+FEW = 4
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,9 @@ class RowSchedule:
 
 
 def choose(
-    rows: int, n: int, columns: bool, phases: int, target: Target
+    rows: int, n: int, columns: bool, phases: int, target: Target, values: int = WIDTH
 ) -> RowSchedule:
-    """The default schedule for rows of ``n`` elements (or vec4s)."""
+    """The default schedule for rows of ``n`` positions of so many values each."""
     most = target.limits.max_invocations
     if target.family == "software":
         # Loads cost most and barriers little: a lane takes several elements and keeps
@@ -99,7 +102,8 @@ def choose(
     width = min(4, _power(n))
     while width < most and n > width * per:
         width *= 2
-    chunks = _power(-(-n // width)) if n <= width * 8 else 0
+    held = 8 if columns else HELD // values
+    chunks = _chunks(-(-n // width)) if n <= width * held else 0
     size = max(1, 128 // width) if rows > 1 else 1
     groups = min(-(-rows // size), 256) if columns else 0
     return _enough_groups(
@@ -125,7 +129,7 @@ def _spent(s: RowSchedule, turns: int, n: int, phases: int) -> int:
 
 
 def candidates(
-    rows: int, n: int, columns: bool, phases: int, target: Target
+    rows: int, n: int, columns: bool, phases: int, target: Target, values: int = WIDTH
 ) -> Iterator[RowSchedule]:
     """Schedules worth measuring: few to many elements a lane, and how rows share
     workgroups.
@@ -147,7 +151,13 @@ def candidates(
 
 
 def fits(
-    s: RowSchedule, rows: int, n: int, columns: bool, phases: int, target: Target
+    s: RowSchedule,
+    rows: int,
+    n: int,
+    columns: bool,
+    phases: int,
+    target: Target,
+    values: int = WIDTH,
 ) -> bool:
     """Whether a schedule covers the rows within the target's limits."""
     limits = target.limits
@@ -164,6 +174,13 @@ def fits(
     return _spent(s, turns, n, phases) <= target.loop_budget // 2
 
 
+def _chunks(needed: int) -> int:
+    """Elements of a lane: few classes of them while they are few, else no more than are
+    needed.
+    """
+    return _power(needed) if needed <= FEW else needed
+
+
 def _power(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
@@ -175,9 +192,9 @@ def row_kernels(g: Group, target: Target) -> list[Kernel]:
     return RowText(g, target).kernels()
 
 
-def row_shape(g: Group, target: Target) -> tuple[int, int, bool, int, Target]:
-    """What a schedule is chosen by: rows, elements (or vec4s) of a row, whether there
-    are column sums, phases, the target.
+def row_shape(g: Group, target: Target) -> tuple[int, int, bool, int, Target, int]:
+    """What a schedule is chosen by: rows, positions of a row, whether there are column
+    sums, phases, the target, values of a position.
     """
     return RowText(g, target, RowSchedule(1, 1, 0)).shape
 
@@ -240,16 +257,12 @@ class RowText:
             bool(self.columns),
             1 + max(self.levels.values(), default=0),
             target,
+            WIDTH if self.vector is not None else 1,
         )
         default = choose(*self.shape)
         told = self._told() if target.family != "software" else {}
-        # Rows that are written as well are not read again as long as they fit.
-        written = len(told) == len(self.pairs) and any(map(self._wide, self.maps))
-        longest = WRITTEN if written and default.chunks else ONLINE
-        if self.pairs and target.family != "software" and self.n > longest:
-            width = 512 if self.vector is not None else 1024
-            width = min(width, target.limits.max_invocations)
-            default = replace(default, width=width, rows=1, chunks=0)
+        if self.pairs and target.family != "software":
+            default = self._in_one_walk(default)
         self.schedule = schedule or pick(
             target,
             "row",
@@ -270,6 +283,26 @@ class RowText:
                 visible(self.layout, self.layout.stores[m]), self.vector
             ):
                 self.w.plain.add(g.target(m)[0])
+
+    def _in_one_walk(self, default: RowSchedule) -> RowSchedule:
+        """How a row runs whose maximum and sums go along with each other."""
+        values = WIDTH if self.vector is not None else 1
+        most = self.target.limits.max_invocations
+        if not self._walked_again():
+            width = min(most, 512 if values > 1 else 1024)
+            longest = ONLINE
+        else:
+            # Two workgroups of 512 lanes on a processor, as long as they hold the row.
+            width = min(most, 512 if self.n * values <= 512 * HELD else 1024)
+            longest = WRITTEN // values
+        if self.n <= longest:
+            return default
+        return replace(default, width=width, rows=1, chunks=0)
+
+    def _walked_again(self) -> bool:
+        """Whether something wants the row after its first walk."""
+        later = any(level > 1 for level in self._levels().values())
+        return later or any(map(self._wide, self.maps))
 
     def _levels(self) -> dict[Member, int]:
         """The phase of each reduction: one after the last that it reads, or that of
@@ -464,7 +497,9 @@ class RowText:
                 self._chunk(c, n, accs, maps, columns)
         elif paired:
             walk = Online(w, self.bodies, paired, self.vector)
-            walk.row(self._walks(n), lambda: self._elements(accs, [], [], None, "i"))
+            walk.row(
+                self._walks(n), lambda: self._elements(accs, [], [], inside(w), "i")
+            )
             for m, r in walk.results(self.tree):
                 self._reduced(m, r)
         elif not columns and self.target.family != "software":
@@ -472,7 +507,7 @@ class RowText:
             self._walks(n).walk(
                 lambda: self._read_ahead(reds, maps),
                 lambda: None,
-                lambda: self._elements(accs, maps, [], None, "i"),
+                lambda: self._elements(accs, maps, [], inside(w), "i"),
             )
         else:
             w.open()
@@ -506,25 +541,35 @@ class RowText:
     def _walks(self, n: str) -> Walks:
         """The walks of the row that this text is about."""
         if self.walks is None:
-            w, width = self.w, self.schedule.width
             gpu = self.target.family != "software"
-            held = HELD // (1 if self.vector is None else WIDTH)
-            wide = any(self._wide(m) for m in self.maps)
-            again = max(self.levels.values(), default=0) + wide > 1
-            if not gpu or not again or self.columns or self.schedule.rows > 1:
-                held = 0
-            if self.pairs and self.vector is None:
-                held = 0  # measured: too many values at once
             self.walks = Walks(
-                w,
+                self.w,
                 n,
                 self.position,
-                width,
-                lambda at: decode(w, at, self.layout.loops[1], 2, self.vector),
-                held if self.n >= held * width else 0,
+                self.schedule.width,
+                lambda at: decode(self.w, at, self.layout.loops[1], 2, self.vector),
+                self._kept() if gpu else Kept(),
                 gpu and not self.columns,
             )
         return self.walks
+
+    def _kept(self) -> Kept:
+        """What stays on the chip from the first walk on, as it is wanted again."""
+        if self.columns or self.schedule.rows > 1:
+            return Kept()
+        later = [m for m in self.reductions if self.levels[m] > 1]
+        bodies = [self.bodies[m] for m in (*later, *filter(self._wide, self.maps))]
+        again = set(E.loads(*bodies))
+        own = sum(1 << a for a in range(len(self.g.rows)))
+        first = [self.bodies[m] for m in self.reductions if self.levels[m] == 1]
+        loads = [
+            x
+            for x in dict.fromkeys(E.loads(*first))
+            if x in again and x.free & own and x.free & ~own and x.dtype != "bool"
+        ]
+        values = sum(WIDTH if self.w.is_vector(x) else 1 for x in loads)
+        free = self.target.limits.max_workgroup_storage - RESERVED * self.threads
+        return kept(self.n, self.schedule.width, loads, values, free)
 
     def _read_ahead(self, reds: Sequence[Member], maps: Sequence[Member]) -> None:
         self._map_values(maps)
@@ -554,7 +599,7 @@ class RowText:
         w, s = self.w, self.schedule
         offset = f"{self.position} + {c * s.width}u" if c else self.position
         new = c not in self.saved
-        if self.n == s.width * s.chunks:
+        if self._full(c):
             inside, at = None, f"i{c}_" if c else self.position
             if new and c:
                 w.line(f"let {at} = {offset};")
@@ -575,6 +620,16 @@ class RowText:
             for a, name in self.names[c].items():
                 w.axis(a, name, 2)
         return inside, at
+
+    def _full(self, c: int) -> bool:
+        """Whether every lane's c-th element is known to be one of the row: of few
+        elements all or none, so that rows of many lengths have one text.
+        """
+        s = self.schedule
+        known = (
+            c + 1 if s.chunks > FEW and self.target.family != "software" else s.chunks
+        )
+        return self.n >= known * s.width
 
     def _vector_value(self, m: Member) -> bool:
         """Whether a reduction's value is a vec4. That of a sum or product always is:
@@ -726,12 +781,8 @@ class RowText:
             where = self._partial_address(f"({offset})")
             column = f"col{self.columns.index(m)}_{c}"
             store = w.write(self.partials[m], where, column, self.vector is not None)
-            w.line(
-                store
-                if self.n == s.width * s.chunks
-                else f"if ({offset} < {n}) {{ {store} }}",
-                0,
-            )
+            guarded = f"if ({offset} < {n}) {{ {store} }}"
+            w.line(store if self._full(c) else guarded, 0)
 
 
 def _is_store(line: str) -> bool:

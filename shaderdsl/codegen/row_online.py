@@ -12,17 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.stage import factors
+from .kernel_text import indent
 from .member import Member
 from .online_runs import conjuncts, maximum_of, unwrapped
-from .reduction import Tree, combine, horizontal, identity
-from .row_walk import Walks
+from .reduction import Tree, combine, horizontal, identity, subgroup
+from .row_walk import Walks, inside
 from .spelling import spell, wgsl_type
 from .writer import Writer
 
-#: Positions (elements or vec4s) of a row from which GPUs read it in a loop, once for
-#: both, and do not hold it in registers.
+#: Positions (elements or vec4s) of a row from which GPUs read it once for both, in a
+#: loop, and do not hold it in registers for a second reduction.
 ONLINE = 1 << 12
-#: The same for rows that are written as well, where nothing asks each for NaN.
+#: Elements of a row from which they do so where the row is wanted again.
 WRITTEN = 1 << 13
 
 _LOG2E = "1.44269504"
@@ -164,7 +165,11 @@ class Online:
 
         def read() -> None:
             for m in self.pairs:
-                values.setdefault(m, []).append(w.value(self.bodies[m]))
+                v, guard = w.value(self.bodies[m]), inside(w)
+                if guard:
+                    least = identity(w, "max", "f32", self._is_wide(m))
+                    v = w.let(f"select({least}, {v}, {guard})", 2)
+                values.setdefault(m, []).append(v)
             beside()
 
         def between() -> None:
@@ -234,6 +239,10 @@ class Online:
             w.memo[-1][f] = w.let(self._exp(lowered, wide), 2)
         body = self.bodies[s]
         v = w.splat(body) if self._is_wide(s) else w.value(body)
+        guard = inside(w)
+        if guard:
+            zero = identity(w, "sum", "f32", self._is_wide(s))
+            v = f"select({zero}, {v}, {guard})"
         w.line(f"{self.state[s]} = {self.state[s]} + {v};")
 
     def _exp(self, x: str, wide: bool) -> str:
@@ -256,16 +265,17 @@ class Online:
             if told is not None:
                 nan = f"sd_isnan({own[told]})"
                 greatest = w.let(f"select({most}, sd_nan(), {nan})", 1)
-            (whole,) = tree.reduce([("max", "f32", greatest)], 1)
-            whole = w.let(whole, 1, "r")
-            found.append((m, whole))
-            low = w.let(f"select({whole}, 0.0, sd_isinf({whole}))", 1, "low")
             base = most.replace("most", "base")
-            kept = f"sd_isinf({most}) || sd_isinf({whole})"
-            shrunk = self._exp(f"{base} - {low}", False)
-            factor = w.let(f"select({shrunk}, 1.0, {kept})", 1)
-            values = [("sum", "f32", w.let(f"{own[s]} * {factor}", 1)) for s in sums]
-            for s, r in zip(sums, tree.reduce(values, 1), strict=True):
+            if tree.subgroups:
+                whole, totals = self._by_subgroups(tree, greatest, base, own)
+            else:
+                (whole,) = tree.reduce([("max", "f32", greatest)], 1)
+                whole = w.let(whole, 1, "r")
+                factor = self._lowered(most, base, whole)
+                each = [w.let(f"{own[s]} * {factor}", 1) for s in sums]
+                totals = tree.reduce([("sum", "f32", v) for v in each], 1)
+            found.append((m, whole))
+            for s, r in zip(sums, totals, strict=True):
                 term = _term(self.bodies[s])
                 assert term is not None
                 if unwrapped(term[0].args[0].args[1]).kind == "load":
@@ -273,6 +283,41 @@ class Online:
                     r = f"select({r}, sd_nan(), sd_isinf({whole}))"
                 found.append((s, w.let(r, 1, "r")))
         return found
+
+    def _by_subgroups(
+        self, tree: Tree, greatest: str, base: str, own: Mapping[Member, str]
+    ) -> tuple[str, list[str]]:
+        """The row's maximum and sums: each subgroup brings its lanes' sums on its own
+        maximum, so that all go through workgroup memory at once.
+        """
+        w = self.w
+        part = w.let(subgroup("max", greatest, "f32"), 1, "s")
+        factor = self._lowered(greatest, base, part)
+        parts = [w.let(f"subgroupAdd({v} * {factor})", 1, "s") for v in own.values()]
+        most, *sums = tree.laid_down([("f32", v) for v in (part, *parts)], 1)
+        w.line(f"var {(top := w.fresh('s'))} = {identity(w, 'max', 'f32')};", 1)
+        loop = "for (var q = sg_lane; q < sg_count; q += sg_size)"
+        w.line(f"{loop} {{ {top} = {combine('max', top, f'{most}[q]', 'f32')}; }}", 1)
+        whole = w.let(subgroup("max", top, "f32"), 1, "r")
+        totals = [w.fresh("s") for _ in sums]
+        for total in totals:
+            w.line(f"var {total} = 0.0;", 1)
+        w.open()
+        shift = w.let(f"select({most}[q], 0.0, sd_isinf({most}[q]))", -1, "low")
+        factor = self._lowered(f"{most}[q]", shift, whole, -1)
+        for total, name in zip(totals, sums, strict=True):
+            w.line(f"{total} = {total} + {name}[q] * {factor};")
+        w.blocks[1] += [f"{loop} {{", *indent(w.close()), "}"]
+        return whole, [f"subgroupAdd({total})" for total in totals]
+
+    def _lowered(self, most: str, base: str, whole: str, depth: int = 1) -> str:
+        """What a sum below one maximum is multiplied by to be below a greater one."""
+        w = self.w
+        low = w.let(f"select({whole}, 0.0, sd_isinf({whole}))", depth, "low")
+        # Sums below no maximum are 0, and those with an infinite one are not lowered.
+        kept = f"sd_isinf({most}) || sd_isinf({whole})"
+        shrunk = self._exp(f"{base} - {low}", False)
+        return w.let(f"select({shrunk}, 1.0, {kept})", depth)
 
     def _total(self, s: Member) -> str:
         name = self.state[s]

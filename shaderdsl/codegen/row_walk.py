@@ -1,24 +1,43 @@
-"""Walks of rows that do not fit into registers: loops with several positions under way.
+"""Walks of long rows: loops with several positions under way, and what stays on the
+chip from walk to walk.
 
-On GPUs the last positions of a row stay in registers from the first walk on, and each
-walk goes the other way than the one before it: what was read last is still near.
+On GPUs the last positions of a row stay in registers from the first walk on, those
+before them in workgroup memory; a row that is short enough has no others, and no loop.
+Of longer ones each walk goes the other way than the one before it: what was read last
+is still near.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
+from ..ir.expr import Expr
 from .kernel_text import indent
+from .spelling import wgsl_type
 from .writer import Writer
 
 #: Positions that a lane reads before it uses any of them.
 FLIGHT = 4
 #: Values of 32 bits of a row that a lane keeps from walk to walk on GPUs.
 HELD = 32
+#: Bytes of workgroup memory for each lane that reductions of long rows may take.
+RESERVED = 12
 
 #: What is known at a position, and the names of its axes.
 Known = tuple[dict[Any, str], dict[int, str]]
+#: What `ahead` calls: at each position, once in between, at each position again.
+Steps = tuple[Callable[[], object], Callable[[], None], Callable[[], None]]
+
+#: Among what is known at a position: whether it is one of the row.
+_INSIDE = "inside"
+
+
+def inside(w: Writer) -> str | None:
+    """The condition under which the position at hand is one of the row, if any."""
+    return w.memo[-1].get(_INSIDE)
 
 
 def ahead(
@@ -27,10 +46,9 @@ def ahead(
     flight: int,
     width: int,
     place: Callable[[str], None],
-    read: Callable[[], object],
-    between: Callable[[], None],
-    use: Callable[[], None],
+    steps: Steps,
     known: list[Known] | None = None,
+    end: str | None = None,
 ) -> list[str]:
     """The inside of a loop over a row: so many positions are read before any is used.
 
@@ -38,14 +56,16 @@ def ahead(
         i: the loop's variable.
         width: how far apart a lane's positions lie.
         place: names the axes of a position.
-        read: at each position; what it names ``use`` finds again.
-        between: once, after all were read.
+        steps: what is read at each position (``use`` finds again what it names), what
+            is done once after all were read, and how each is used.
         known: what earlier text knows of these positions; noted if it is empty.
+        end: the row's, if the last position may lie beyond it.
     """
     lines: list[str] = []
     memos: list[dict[Any, str]] = []
     names: list[dict[int, str]] = []
     old = list(known or ())
+    read, between, use = steps
     for u in range(flight):
         w.open()
         if old:
@@ -54,7 +74,11 @@ def ahead(
             for a, name in axes.items():
                 w.axis(a, name, 2)
         else:
-            place(w.let(f"{i} + {u * width}u", 2, "i") if u else i)
+            at = w.let(f"{i} + {u * width}u", 2, "i") if u else i
+            if end is not None and u == flight - 1:
+                w.memo[-1][_INSIDE] = w.let(f"{at} < {end}", 2, "in")
+                at = w.let(f"min({at}, {end} - 1u)", 2, "i")
+            place(at)
         read()
         memos.append(w.memo[-1])
         names.append({a: x for a, x in w.names.items() if w.depth[a] == 2})
@@ -71,6 +95,41 @@ def ahead(
     return lines + w.close()
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What stays on the chip of a row from its first walk on.
+
+    Attributes:
+        registers: positions of each lane that it holds.
+        memory: positions of each lane, before these, of which workgroup memory keeps
+            ``loads``.
+        whole: whether these are all positions of the row (the last ones of some lanes
+            are none).
+    """
+
+    registers: int = 0
+    memory: int = 0
+    loads: tuple[Expr, ...] = ()
+    whole: bool = False
+
+
+def kept(n: int, width: int, loads: Sequence[Expr], values: int, free: int) -> Kept:
+    """What of a row of ``n`` positions stays on the chip.
+
+    Args:
+        loads: what is read again, ``values`` of 32 bits at a position.
+        free: bytes of workgroup memory.
+    """
+    if not values:
+        return Kept()
+    held, memory = max(1, HELD // values), max(0, free) // (4 * width * values)
+    need = -(-n // width)
+    if need <= held + memory:
+        held = min(need, held)
+        return Kept(held, need - held, tuple(loads), whole=True)
+    return Kept(held, memory, tuple(loads))
+
+
 class Walks:
     """The walks of one row, one after another.
 
@@ -78,7 +137,7 @@ class Walks:
         n: the row's length in positions, as text.
         position: the lane's place in its row, of ``width``.
         place: names the axes of a position.
-        held: positions that a lane keeps; the row has so many for each lane.
+        kept: what stays on the chip.
         turns: whether each walk goes the other way than the one before.
     """
 
@@ -89,13 +148,26 @@ class Walks:
         position: str,
         width: int,
         place: Callable[[str], None],
-        held: int = 0,
+        kept: Kept = Kept(),
         turns: bool = False,
     ):
-        self.w, self.position, self.width, self.place = w, position, width, place
-        self.held, self.turns, self.back = held, turns, False
-        self.known: list[Known] = []
-        self.end = w.let(f"{n} - {held * width}u", 1, "head") if held else n
+        self.w, self.n, self.position, self.width = w, n, position, width
+        self.place, self.kept, self.turns, self.back = place, kept, turns, False
+        self.held: list[Known] = []  # what registers hold
+        self.axes: list[dict[int, str]] = []  # the positions in workgroup memory
+        self.seen = False
+        inner = kept.memory * width
+        outer = inner + kept.registers * width
+        if kept.whole:
+            self.end, self.middle = "", f"{inner}u" if inner else ""
+        else:
+            self.end = w.let(f"{n} - {outer}u", 1, "head") if outer else n
+            self.middle = f"{self.end} + {inner}u" if inner else self.end
+        self.arrays: dict[Expr, str] = {}
+        for load in kept.loads if kept.memory else ():
+            name = self.arrays[load] = w.fresh("kept")
+            kind = wgsl_type(load.dtype, w.is_vector(load))
+            w.shared.append(f"var<workgroup> {name}: array<{kind}, {inner}>;")
 
     def walk(
         self,
@@ -105,42 +177,66 @@ class Walks:
         flight: int = FLIGHT,
     ) -> None:
         """Visit every position; see `ahead`."""
-        if self.known:
-            self._visit_held(read, between, use)
-            self._loop(read, between, use, flight)
-        else:
-            self._loop(read, between, use, flight)
-            if self.held:
-                self._visit_held(read, between, use)
+        steps = (read, between, use)
+        parts = [self._loop, self._in_memory, self._in_registers]
+        for part in reversed(parts) if self.seen else parts:
+            part(steps, flight)
+        self.seen = True
         self.back = self.turns and not self.back
 
-    def _visit_held(
-        self,
-        read: Callable[[], object],
-        between: Callable[[], None],
-        use: Callable[[], None],
-    ) -> None:
-        w = self.w
-        steps = (self.width, self.place, read, between, use)
-        if self.known:
-            for one in self.known:
-                w.blocks[1] += ahead(w, "", 1, *steps, [one])
-        else:
-            first = w.let(f"{self.end} + {self.position}", 1, "i")
-            w.blocks[1] += ahead(w, first, self.held, *steps, self.known)
+    def _in_registers(self, steps: Steps, flight: int) -> None:
+        w, n = self.w, self.kept.registers
+        for one in self.held if self.seen else ():
+            w.blocks[1] += ahead(w, "", 1, self.width, self.place, steps, [one])
+        if n and not self.seen:
+            first = self.position
+            if self.middle:
+                first = w.let(f"{self.middle} + {first}", 1, "i")
+            end = self.n if self.kept.whole else None
+            w.blocks[1] += ahead(
+                w, first, n, self.width, self.place, steps, self.held, end
+            )
 
-    def _loop(
-        self,
-        read: Callable[[], object],
-        between: Callable[[], None],
-        use: Callable[[], None],
-        flight: int,
-    ) -> None:
+    def _in_memory(self, steps: Steps, flight: int) -> None:
+        w = self.w
+        if not self.kept.memory:
+            return
+        if self.seen:
+            for c, axes in enumerate(self.axes):
+                memo: dict[Any, str] = {
+                    load: w.let(f"{name}[lane + {c * self.width}u]", 1, "k")
+                    for load, name in self.arrays.items()
+                }
+                one = [(memo, axes)]
+                w.blocks[1] += ahead(w, "", 1, self.width, self.place, steps, one)
+            return
+        read, between, use = steps
+        turn = count()
+
+        def keep() -> None:
+            read()
+            at = next(turn) * self.width
+            for load, name in self.arrays.items():
+                w.line(f"{name}[lane + {at}u] = {w.value(load)};")
+
+        first = self.position
+        if self.end:
+            first = w.let(f"{self.end} + {first}", 1, "i")
+        known: list[Known] = []
+        steps = (keep, between, use)
+        w.blocks[1] += ahead(
+            w, first, self.kept.memory, self.width, self.place, steps, known
+        )
+        self.axes = [axes for _, axes in known]
+
+    def _loop(self, steps: Steps, flight: int) -> None:
+        if self.kept.whole:
+            return
         w, width = self.w, self.width
         i = w.fresh("walk")
         w.line(f"var {i} = {self.position};", 1)
         for several in (flight, 1):
-            lines = ahead(w, i, several, width, self._towards, read, between, use)
+            lines = ahead(w, i, several, width, self._towards, steps)
             last = f"{i} + {(several - 1) * width}u" if several > 1 else i
             w.line(f"for (; {last} < {self.end}; {i} += {several * width}u) {{", 1)
             w.blocks[1] += [*indent(lines), "}"]
