@@ -181,22 +181,18 @@ def test_infinities_in_one_walk(looping):
 
 @pytest.fixture
 def small(schedules, retarget, wgpu, monkeypatch):
-    """A GPU whose workgroups hold 2,048 elements of a row in registers, and 1,024 in
+    """A GPU whose workgroups hold 8,192 elements of a row in registers, and 1,024 in
     workgroup memory.
     """
     monkeypatch.setattr(row, "WRITTEN", 128)
     schedules("gpu")
     limits = dataclasses.replace(
         wgpu.target.limits,
-        max_invocations=64,
-        max_workgroup_size_x=64,
-        max_workgroup_storage=64 * row_walk.RESERVED + 4096,
+        max_invocations=256,
+        max_workgroup_size_x=256,
+        max_workgroup_storage=256 * row_walk.RESERVED + 4096,
     )
     retarget(limits=limits)
-
-
-def rms(x):
-    return ops.rms_norm(x, np.linspace(0.5, 1.5, x.shape[-1]).astype(np.float32))
 
 
 def norm(x):
@@ -206,21 +202,20 @@ def norm(x):
 
 #: Elements of a row, and what it takes: registers alone, workgroup memory, a loop.
 LENGTHS = [
-    (1900, "registers"),
-    (2048, "registers"),
-    (2052, "memory"),
-    (3068, "memory"),
-    (3072, "memory"),
-    (3076, "loop"),
-    (7004, "loop"),
-    (2047, "registers"),
-    (2049, "memory"),
-    (3073, "loop"),
-    (6001, "loop"),
+    (8000, "registers"),
+    (8192, "registers"),
+    (8196, "memory"),
+    (9216, "memory"),
+    (9220, "loop"),
+    (16_008, "loop"),
+    (8191, "registers"),
+    (8193, "memory"),
+    (9217, "loop"),
+    (12_345, "loop"),
 ]
 
 
-@pytest.mark.parametrize("f", [ops.softmax, ops.log_softmax, rms, norm])
+@pytest.mark.parametrize("f", [ops.softmax, norm])
 @pytest.mark.parametrize(("n", "what"), LENGTHS)
 def test_what_stays_of_a_row(small, f, n, what):
     low = sd.lower(f, sd.spec("f32", 3, n))
@@ -263,7 +258,7 @@ def test_loss_and_gradient_of_rows_that_stay(small, n, what):
     np.testing.assert_allclose(dx.numpy(), p / 3, rtol=2e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("n", [1900, 3068, 3076, 3073])
+@pytest.mark.parametrize("n", [8000, 9212, 9220, 9217])
 def test_infinities_in_rows_that_stay(small, n):
     x = rows((6, n))
     x[0, : n - 10] = -np.inf
