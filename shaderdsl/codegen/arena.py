@@ -16,8 +16,8 @@ from ..ir.expr import Expr
 from ..ir.stage import ITEMSIZE, Stage, input_stage
 from .address import Address
 from .arrangement import Arrangement, Edge
+from .group import Group
 from .member import Member
-from .partition import Group
 from .schedule import kernel_bodies, lay_out, visible
 
 #: Parts begin at multiples of so many elements: 256 bytes of the smallest dtype, as

@@ -12,7 +12,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 
 from ..ir.stage import Stage
-from .partition import Group, Partition
+from .group import Group
+from .partition import Partition
 from .program import Binding, Kernel
 from .target import Target
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from ..ir.expr import Expr
 from .choice import pick
+from .group import Group
 from .kernel_text import indent
 from .member import Member
-from .partition import Group
 from .program import Kernel, Scratch
 from .reduction import combine, identity
 from .schedule import (

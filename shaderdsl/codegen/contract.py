@@ -13,7 +13,7 @@ from .contract_registers import Block, block_fits, likely_blocks, registers
 from .contract_shapes import Shape, choose_shape
 from .contract_split import Pieces, pieces_of, sum_pieces
 from .contract_tiled import tiled
-from .partition import Group
+from .group import Group
 from .program import Kernel
 from .schedule import kernel_name
 from .target import Target

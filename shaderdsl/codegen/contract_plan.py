@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from ..ir import expr as E
 from ..ir.expr import Expr
 from .address import Address, contiguous, load_address
+from .group import Group
 from .member import Member, contract_parts
-from .partition import Group
 from .schedule import Layout, kernel_bodies, lay_out, visible
 from .spelling import WIDTH
 from .target import Target

@@ -21,7 +21,7 @@ from .contract_plan import Contraction, analyse, plain_tensors
 from .contract_shapes import Shape, choose_shape
 from .contract_split import Pieces, PieceSums, as_second, piece_count, sum_pieces
 from .contract_tiled import Tiled, declare
-from .partition import Group
+from .group import Group
 from .parts import FLAT, Parts, side_by_side, together
 from .program import Kernel, Scratch
 from .schedule import finish, fold, kernel_name

@@ -14,8 +14,8 @@ from ..ir.expr import Expr
 from ..ir.stage import Stage
 from .address import Address, linear, load_address
 from .arrangement import Arrangement
+from .group import Group
 from .member import Member
-from .partition import Group
 from .schedule import kernel_bodies
 from .slices import Slice, find_slices
 

@@ -16,8 +16,8 @@ from .arrangement import Arrangement
 from .contract_plan import Contraction, Parts, analyse, parts_of, sides
 from .contract_registers import likely_blocks, milliseconds
 from .contract_shapes import tiling_cost, tilings
+from .group import Group
 from .member import Member, anchor_axes
-from .partition import Group
 from .target import Target
 from .templates import signature
 

@@ -16,6 +16,7 @@ from .blocks_graph import Loop
 from .blocks_heads import add_head_loops
 from .contract import contract_kernels
 from .contract_siblings import sibling_kernels
+from .group import Group
 from .inplace import write_in_place
 from .joint import join_contractions
 from .map import map_kernels, map_sibling_kernels
@@ -25,7 +26,7 @@ from .online_groups import sums_by_group
 from .online_packed import numbers_of_rows
 from .online_points import points_kernels
 from .online_steps import sums_in_steps
-from .partition import Group, Partition
+from .partition import Partition
 from .program import Kernel, Program
 from .row import row_kernels, row_sibling_kernels
 from .scan import scan_kernels

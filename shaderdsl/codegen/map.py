@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from .address import contiguous
 from .choice import pick
+from .group import Group
 from .kernel_text import indent
-from .partition import Group
 from .parts import only, side_by_side
 from .program import Kernel
 from .schedule import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .group import Group
 from .online_masks import scores_agree
 from .online_matrices import choose_matrix_stream, on_matrices
 from .online_plan import Online, analyse
@@ -13,7 +14,6 @@ from .online_split import split_kernels
 from .online_stream import streamed
 from .online_stream_shape import choose_stream
 from .online_tiled import tiled
-from .partition import Group
 from .program import Kernel
 from .target import Target
 

@@ -18,12 +18,12 @@ from ..ir.expr import Expr
 from ..ir.indexmap import affine, interval, split
 from ..ir.stage import factors, product
 from .contract_registers import sharing_lanes
+from .group import Group
 from .online_masks import Masks
 from .online_plan import Online, Product, Sum, close_turns, plain_tensors, steps_of
 from .online_registers import Registers, Rows, with_subgroups
 from .online_runs import parts_of
 from .online_steps import shift
-from .partition import Group
 from .program import Kernel, Scratch
 from .schedule import (
     decode,

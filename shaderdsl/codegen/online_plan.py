@@ -12,6 +12,7 @@ from ..ir.expr import Expr
 from ..ir.stage import Stage, product
 from .address import Address, contiguous
 from .contract_plan import Copies
+from .group import Group
 from .member import Member
 from .online_runs import (
     Run,
@@ -21,7 +22,6 @@ from .online_runs import (
     split_run,
     zero_guards,
 )
-from .partition import Group
 from .schedule import Layout, kernel_bodies, lay_out, visible
 from .spelling import WIDTH, spell
 from .target import Target

@@ -17,11 +17,11 @@ from ..ir.expr import Expr
 from ..ir.indexmap import split
 from ..ir.stage import Stage, factors, product
 from .address import clamped, contiguous
+from .group import Group
 from .kernel_text import indent
 from .online_bands import band_kernels, find_bands
 from .online_readers import UNROLLED, lanes_of
 from .online_runs import parts_of
-from .partition import Group
 from .program import Kernel
 from .reduction import Tree
 from .schedule import (

@@ -11,26 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
-from ..ir import expr as E
-from ..ir.expr import Expr
-from ..ir.indexmap import Affine
-from ..ir.stage import Stage, map_stage
+from ..ir.stage import Stage
 from .anchors import Anchored
 from .blocks_graph import Loop
 from .budget import row_fits
-from .member import (
-    Inliner,
-    Member,
-    anchor_axes,
-    digit_axes,
-    make_member,
-    scatter_parts,
-)
+from .group import Group
+from .member import Member, anchor_axes, digit_axes
+from .members import Members
 from .online_chain import Chain
 from .online_readers import Points
-from .online_scores import guarded
 from .scan_form import scan_parts
 from .slices import find_slices
 from .target import Target
@@ -38,74 +28,11 @@ from .target import Target
 # Rows from which a kernel of a workgroup a row keeps a device busy.
 _MANY_ROWS = 16
 
-
 #: Why a row stays apart.
 LONG = "its rows would be beyond the loop budget"
 
 # What a stage may be computed beside, when both read the same arrays.
 _BESIDE = {"map": ("map", "row"), "row": ("row", "map"), "column": ("row",)}
-
-
-@dataclass(eq=False)
-class Group:
-    """A kernel under construction.
-
-    ``axes[m]`` gives the kernel axis for each of m's own axes (in the order of
-    ``m.axes``); kernel axes are numbered rows first, then lanes.
-    """
-
-    kind: str
-    rows: tuple[int, ...]
-    lanes: tuple[int, ...]
-    members: list[Member] = field(default_factory=list)
-    axes: dict[Member, list[int]] = field(default_factory=dict)
-    stored: list[Member] = field(default_factory=list)
-    why: list[str] = field(default_factory=list)
-    anchors: frozenset[Stage] | set[Stage] = frozenset()
-    bit: int = 0
-    before: int = 0  # bits of the groups that must run earlier
-    # Where members are stored that have no memory of their own: the tensor and the
-    # indices there.
-    targets: dict[Stage, tuple[Stage, Sequence[Expr]]] = field(default_factory=dict)
-    stands_for: list[Group] | None = (
-        None  # groups of the graph that this one computes in their place
-    )
-    loop: Loop | None = None  # a loop over blocks of rows that gives the members
-
-    @property
-    def space(self) -> tuple[int, ...]:
-        """Extents of the kernel's axes."""
-        return self.rows + self.lanes
-
-    def renaming(self, m: Member) -> dict[int, Expr]:
-        """A member's own axes as kernel axes."""
-        return {a: E.index(q) for a, q in zip(m.axes, self.axes[m], strict=True)}
-
-    def own_load(self, m: Member) -> Expr:
-        """The load of a member at the kernel's axes: what readers inside the kernel
-        say.
-        """
-        where = dict(zip(m.axes, self.axes[m], strict=True))
-        idx = []
-        for g in m.stage.groups:
-            form: dict[int, int] = {}
-            stride = 1
-            for a in reversed(g):
-                if m.stage.ext[a] != 1:
-                    form[where[a]] = stride
-                stride *= m.stage.ext[a]
-            idx.append(Affine(form, 0, ()).expr())
-        return E.load(m.stage, idx)
-
-    def target(self, m: Member) -> tuple[Stage, Sequence[Expr]]:
-        """Where a member is stored: a tensor, and the indices in it over the kernel's
-        axes.
-        """
-        return self.targets.get(m.stage) or (m.stage, self.own_load(m).args)
-
-    def __repr__(self) -> str:
-        rows, lanes = (",".join(map(str, n)) for n in (self.rows, self.lanes))
-        return f"{self.kind}[{rows}|{lanes}]{self.members}"
 
 
 class Partition:
@@ -125,9 +52,10 @@ class Partition:
         anchored = anchored or Anchored(outs, target, loops)
         self.target, self.outs = target, anchored.outs
         self.loop_of, self.limit = anchored.loop_of, target.limits.max_storage_buffers
-        self.log, self.anchors = list(anchored.log), set(anchored.anchors)
         self.online = anchored.online
-        self.members = self.online.together(self._make_members(anchored.order))
+        made = Members(anchored, self.limit)
+        self.members = self.online.together(made.make(anchored.order))
+        self.log, self.anchors = made.log, made.anchors
         self.by_stage = {m.stage: m for m in self.members}
         self.group: dict[Stage, Group] = {}
         self.groups: list[Group] = []
@@ -152,92 +80,6 @@ class Partition:
                     or any(r not in inside for r in self.readers.get(m.stage, ()))
                 )
             ]
-
-    # -------------------------------------------------------------- members
-
-    def _make_members(self, order: Sequence[Stage]) -> list[Member]:
-        inliner = Inliner(self.anchors)
-        members: list[Member] = []
-        for s in order:
-            if s not in self.anchors or s in self.online.virtual:
-                continue
-            if s in self.online.runs:
-                members.append(self.online.runs[s].member)
-                continue
-            if s.kind == "given":
-                members.append(Member(s, E.const(0), s.kind, (), (), tuple(s.loads)))
-                continue
-            assert s.body is not None
-            body = guarded(inliner.body(s.body, s.space), self.online.scores)
-            # Beside what is loaded: the result, and the links of a scatter.
-            links = s.kind == "reduce" and scatter_parts(s, body) is not None
-            most = self.limit - 1 - links
-            if len({n.data for n in E.loads(body)}) > most:
-                body = self._shorten(s, body, members, most)
-            members.append(make_member(s, body))
-        return members
-
-    def _shorten(self, s: Stage, body: Expr, members: list[Member], most: int) -> Expr:
-        """A body that loads more arrays than ``most``, which a kernel can bind beside
-        its results: parts of it become stages of their own.
-        """
-        live = [a for a in range(len(s.space)) if s.space[a] != 1]
-        while True:
-            count: dict[Expr, frozenset[Stage]] = {}
-            best: Expr | None = None
-            for n in E.topo(body):
-                found: set[Stage] = {n.data} if n.kind == "load" else set()
-                for x in n.args:
-                    found |= count[x]
-                count[n] = frozenset(found)
-                small = 2 <= len(found) < most
-                if (
-                    n.kind == "apply"
-                    and small
-                    and (best is None or len(found) > len(count[best]))
-                ):
-                    best = n
-            if len(count[body]) <= most or best is None:
-                return body
-            best = self._narrow_part(s, body, count) or best
-            axes = [a for a in live if best.free >> a & 1]
-            part = map_stage(
-                [s.space[a] for a in axes],
-                E.substitute(best, {a: E.index(i) for i, a in enumerate(axes)}),
-                f"{s.name}_part",
-                loc=s.loc,
-            )
-            self.log.append(
-                f"part of {s.name} is stored: the whole binds {len(count[body])} arrays"
-            )
-            self.anchors.add(part)
-            if not any(m.stage is part for m in members):
-                assert part.body is not None
-                whole = part.body
-                if len(count[best]) > self.limit - 1:
-                    whole = self._shorten(part, whole, members, self.limit - 1)
-                members.append(make_member(part, whole))
-            replacement = E.load(part, [E.index(a) for a in axes])
-            body = E.replace(body, best, replacement)
-
-    def _narrow_part(
-        self, s: Stage, body: Expr, count: dict[Expr, frozenset[Stage]]
-    ) -> Expr | None:
-        """The part with fewer elements than the whole (a number a row, which costs
-        next to nothing) that saves most arrays, if one does.
-        """
-        whole = math.prod(s.space)
-        best, least = None, len(count[body])
-        for n, found in count.items():
-            size = math.prod(s.space[a] for a in E.bits(n.free))
-            if n.kind != "apply" or len(found) < 2 or size >= whole:
-                continue
-            left = set()
-            for x in E.loads(E.replace(body, n, E.const(0, n.dtype))):
-                left.add(x.data)
-            if len(left) + 1 < least:
-                best, least = n, len(left) + 1
-        return best
 
     # -------------------------------------------------------------- placing
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from .address import Key
+from .group import Group
 from .kernel_text import indent
-from .partition import Group
 from .program import Kernel
 from .schedule import Layout, finish, fold
 from .target import Target

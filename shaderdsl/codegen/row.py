@@ -20,9 +20,9 @@ from ..ir import expr as E
 from .address import contiguous
 from .choice import pick
 from .column import column_kernels, finish_kernels
+from .group import Group
 from .kernel_text import indent
 from .member import Member
-from .partition import Group
 from .parts import FLAT, Parts, together
 from .program import Kernel, Scratch
 from .reduction import NUMBERS_MAX, Tree, combine, horizontal, identity

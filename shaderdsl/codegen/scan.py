@@ -12,8 +12,8 @@ import math
 from ..errors import CompilerError
 from ..ir import expr as E
 from ..ir.stage import MONOIDS
+from .group import Group
 from .kernel_text import indent
-from .partition import Group
 from .program import Kernel
 from .scan_form import scan_parts
 from .schedule import decode, finish, fold, kernel_name, lay_out, make_writer, visible

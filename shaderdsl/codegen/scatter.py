@@ -13,9 +13,9 @@ import math
 from ..errors import CompilerError
 from ..ir import expr as E
 from .address import contiguous
+from .group import Group
 from .kernel_text import indent
 from .member import scatter_parts
-from .partition import Group
 from .program import Kernel, Scratch
 from .schedule import (
     decode,

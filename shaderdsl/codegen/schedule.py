@@ -12,8 +12,8 @@ from ..ir import expr as E
 from ..ir.expr import Expr
 from ..ir.stage import Stage
 from .address import Address, collapse, contiguous, linear, load_address, used_alone
+from .group import Group
 from .member import Member
-from .partition import Group
 from .program import Kernel
 from .spelling import WIDTH
 from .target import Target

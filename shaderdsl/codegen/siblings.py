@@ -16,7 +16,7 @@ from ..ir.stage import Stage
 from .arrangement import Arrangement
 from .contract_plan import analyse
 from .contract_shapes import choose_shape, workgroups
-from .partition import Group
+from .group import Group
 from .program import Tensor
 from .row import row_shape
 from .schedule import kernel_bodies

@@ -19,7 +19,7 @@ from typing import Any
 from ..ir import expr as E
 from ..ir.stage import Stage
 from . import texts
-from .partition import Group
+from .group import Group
 from .program import Binding, Kernel, Param, Scratch, Tensor
 from .schedule import members_of
 from .target import Target

@@ -10,7 +10,7 @@ from typing import Any
 from ..ir import expr as E
 from ..ir.stage import Stage
 from .choice import Choice, Fixed, Survey
-from .partition import Group
+from .group import Group
 from .program import Kernel, Program, Scratch
 from .schedule import members_of
 from .target import Target
