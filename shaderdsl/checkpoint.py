@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .errors import CheckpointError
+from .nn.storage import sync
 
 __all__ = ["latest", "save", "saved", "write_file"]
 
@@ -33,7 +34,7 @@ def write_file(path: Path, data: bytes | str) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync(path.parent)
 
 
 def save(run: Path, step: int, write: Callable[[Path], None], *, keep: int = 2) -> Path:
@@ -56,7 +57,7 @@ def save(run: Path, step: int, write: Callable[[Path], None], *, keep: int = 2) 
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    _sync_folder(run)
+    sync(run)
     write_file(run / "latest", name + "\n")
     for old in saved(run)[:-keep]:
         os.rename(old, run / f".{old.name}.{os.getpid()}.tmp")  # never a half under it
@@ -97,17 +98,4 @@ def _sync_tree(folder: Path) -> None:
         for name in names:
             with open(os.path.join(root, name), "rb") as file:
                 os.fsync(file.fileno())
-        _sync_folder(Path(root))
-
-
-def _sync_folder(folder: Path) -> None:
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # not every system opens folders
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+        sync(Path(root))

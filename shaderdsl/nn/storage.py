@@ -118,8 +118,8 @@ def write_folder(
         save_file(tensors, aside / weights, metadata={"format": "pt"})
         (aside / config).write_text(text)
         for name in (weights, config):
-            _sync(aside / name)
-        _sync(aside)
+            sync(aside / name)
+        sync(aside)
         if target.is_dir():
             for name in (weights, config):
                 os.replace(aside / name, target / name)
@@ -133,8 +133,8 @@ def write_folder(
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    _sync(target)
-    _sync(target.parent)
+    sync(target)
+    sync(target.parent)
     return target
 
 
@@ -160,7 +160,8 @@ def _config_json(model: Transformer) -> dict[str, Any]:
     return about
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or what a folder names, lies on the disk."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:  # not every system opens folders
