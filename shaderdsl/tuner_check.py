@@ -23,8 +23,16 @@ TOLERANCE = {"f32": 3e-4, "f16": 4e-3}
 _PIECE = 1 << 18
 
 
-def check(stage: Stage, got: np.ndarray[Any, Any], want: np.ndarray[Any, Any]) -> None:
+def check(
+    stage: Stage,
+    got: np.ndarray[Any, Any],
+    want: np.ndarray[Any, Any],
+    hidden: bool = False,
+) -> None:
     """Compare a result with the plain expression's.
+
+    Args:
+        hidden: whether what is not written (NaN) stands for 0.
 
     Raises:
         ShaderError: where they differ, and by how much.
@@ -39,7 +47,7 @@ def check(stage: Stage, got: np.ndarray[Any, Any], want: np.ndarray[Any, Any]) -
             scale = float(np.sqrt(sum(s for s, _ in parts) / max(count, 1)))
         tolerance = TOLERANCE.get(stage.dtype)
         found = pool.map(
-            lambda p: _first_wrong(mine[p], plain[p], tolerance, scale), pieces
+            lambda p: _first_wrong(mine[p], plain[p], tolerance, scale, hidden), pieces
         )
         for piece, first in zip(pieces, found):
             if first is not None:
@@ -62,6 +70,7 @@ def _first_wrong(
     want: np.ndarray[Any, Any],
     tolerance: float | None,
     scale: float,
+    hidden: bool,
 ) -> int | None:
     """The first place where they differ; exactly, where there is no tolerance."""
     if tolerance is None:
@@ -72,6 +81,8 @@ def _first_wrong(
             off = np.abs(got.astype(np.float64) - value)
             wrong = ~(off <= tolerance * (np.abs(value) + scale))
         wrong &= ~((got == value) | (np.isnan(got) & np.isnan(value)))
+        if hidden:
+            wrong &= ~(np.isnan(got) & (value == 0))
     return int(np.argmax(wrong)) if wrong.any() else None
 
 

@@ -344,13 +344,39 @@ def test_a_wrong_candidate_is_found_out_and_stops_nothing(gpu, monkeypatch):
     bad = [Choice.of("row", s) for s in wrong]
     monkeypatch.setattr(row, "fits", lambda *args: True)
     trial.choices[1:] = [*bad, *trial.choices[1:3]]
-    result = tuner.find_best(trial, 6.0)
+    result = tuner.find_best(trial, 40.0)
     assert not result.skipped
     assert [c for c, _ in result.failed] == bad
     reasons = [why for _, why in result.failed]
     assert "the plain expression gives" in reasons[0]
     assert result.best not in bad
     assert result.tried == len(trial.choices) - 3
+
+
+def test_scores_that_a_mask_hides_need_not_be_written(gpu):
+    """Nobody reads them; what is seen is compared all the same."""
+    as_gpu(gpu)
+    gpu.target = dataclasses.replace(gpu.target, online_from=0, scores=1 << 20)
+
+    def pullback(q, k, v, dy):
+        return sd.vjp(lambda *x: ops.attention(*x, causal=True), q, k, v)[1](dy)
+
+    found = trials_of(pullback, [(1, 96, 16)] * 4)
+    (trial,) = (t for t in found if t.hidden)
+    data = Data.draw(trial)
+    (scores,) = trial.hidden
+    at = trial.outputs.index(scores)
+    hidden = np.triu(np.ones((96, 96), bool), 1)
+    want = data.wanted[at].reshape(96, 96)
+    assert (want == 0)[hidden].all()
+    assert (want != 0)[~hidden].mean() > 0.99
+    buffers = data.upload(gpu)
+    run = tuner._prepare(trial, trial.choices[0], buffers, data)
+    got = gpu.download(run()[at], scores.shape, "f32")
+    assert np.isnan(got.reshape(96, 96)).any()
+    got.reshape(96, 96)[95, 3] = np.nan
+    with pytest.raises(ShaderError, match=r"sum\[95, 3\] is nan"):
+        check(scores, got, data.wanted[at], hidden=True)
 
 
 def test_a_candidate_that_does_not_compile_stops_nothing(gpu):
@@ -366,7 +392,7 @@ def test_a_candidate_that_does_not_compile_stops_nothing(gpu):
 
     trial.program = broken
     del trial.choices[4:]
-    result = tuner.find_best(trial, 6.0)
+    result = tuner.find_best(trial, 40.0)
     assert [c for c, _ in result.failed] == [bad]
     assert result.tried == 3 and not result.skipped and result.best != bad
 
@@ -404,7 +430,7 @@ def test_a_candidate_that_fails_when_it_runs_stops_nothing(
 
     monkeypatch.setattr(tuner, "_prepare", failing)
     monkeypatch.setattr(tuner, "_decide", deciding)
-    result = tuner.find_best(trial, 6.0)
+    result = tuner.find_best(trial, 40.0)
     assert [c for c, _ in result.failed] == [bad]
     assert result.best != bad and not result.skipped and result.best_seconds > 0
     if isinstance(error, DeviceLostError):  # and all that was prepared on it
@@ -428,7 +454,7 @@ def test_a_device_that_is_lost_is_opened_again(gpu, monkeypatch, default):
 
     monkeypatch.setattr(tuner, "_prepare", losing)
     monkeypatch.setattr(tuner, "use_device", opened.append)
-    result = tuner.find_best(trial, 6.0)
+    result = tuner.find_best(trial, 40.0)
     assert opened == [gpu.info.spec] and result.failed == [(bad, "gone")]
     first, second, third, fourth = trial.choices
     if default:

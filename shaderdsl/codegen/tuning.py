@@ -113,6 +113,7 @@ class Trial:
         members: what is computed, in order: the plain expressions.
         inputs: what is read and not computed.
         outputs: what is stored.
+        hidden: outputs that are not written where masks make them 0 (`online_scores`).
     """
 
     key: str
@@ -125,6 +126,7 @@ class Trial:
     outputs: tuple[Stage, ...]
     name: str
     nbytes: int
+    hidden: frozenset[Stage] = frozenset()
 
     def program(self, choice: Choice) -> Program:
         """The kernels of a choice.
@@ -188,4 +190,7 @@ def trial(g: Group, target: Target, schedule: Schedule) -> Trial | None:
         tuple(s for s in bound if s in written),
         kernels[0].name,
         sum(k.bytes for k in kernels),
+        frozenset(
+            m.stage for m in g.members if m.role == "online" and m.stage.kind == "map"
+        ),
     )
