@@ -59,7 +59,8 @@ def find_loops(
         return found
     order = [s for s in topo_stages(outs) if s.kind != "input" and s.size]
     large = [s for s in order if s.nbytes >= target.block_from and _is_product(s)]
-    large = [s for s in large if _is_soft(s, order)]
+    reads = [frozenset([n.data for n in s.loads]) for s in order] if large else []
+    large = [s for s in large if _is_soft(s, order, reads)]
     if large:
         never = hidden()
         large = [s for s in large if s not in never]
@@ -121,15 +122,21 @@ def _is_product(s: Stage) -> bool:
     return contract_parts(s, body) is not None
 
 
-def _is_soft(x: Stage, order: Sequence[Stage]) -> bool:
-    """Whether a body has the exponential of x less a number of x's row."""
-    reads = {x}
+def _is_soft(
+    x: Stage, order: Sequence[Stage], reads: Sequence[frozenset[Stage]]
+) -> bool:
+    """Whether a body has the exponential of x less a number of x's row.
+
+    Args:
+        reads: what each stage of the order loads.
+    """
+    views = {x}
     inliner = Inliner(set())
-    for s in order:
-        if s.body is None or not any(n.data in reads for n in s.loads):
+    for s, loaded in zip(order, reads):
+        if s.body is None or views.isdisjoint(loaded):
             continue
         if s.kind == "map":
-            reads.add(s)
+            views.add(s)
         for e in E.values(inliner.body(s.body, s.space)):
             if e.kind == "apply" and e.data == "exp" and _shifted(e.args[0], x):
                 return True

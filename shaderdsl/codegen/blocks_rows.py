@@ -33,6 +33,8 @@ def own_indices(n: Expr, space: Sequence[int]) -> list[Expr]:
 
 def joined(indices: Sequence[Expr], radices: Sequence[int]) -> Expr:
     """Digits put together to one number; quotient and remainder of a number are it."""
+    if len(indices) == 1:
+        return affine(indices[0]).expr()
     total = E.const(0)
     for x, n in zip(indices, radices, strict=True):
         high, low = _operand(total, "floordiv", n), _operand(x, "mod", n)

@@ -73,6 +73,10 @@ def store_scores(
     freed: set[Stage] = set()
     if target.family != "gpu" or len(chains) < 2:
         return stored, freed
+    readers: dict[Stage, list[Stage]] = {}
+    for t in order:
+        for read in {n.data for n in t.loads}:
+            readers.setdefault(read, []).append(t)
     for s in order:
         if s not in soft or s in outs or s.kind != "map" or s.dtype != "f32":
             continue
@@ -80,7 +84,7 @@ def store_scores(
         most = min(budget - beside, target.limits.max_binding_bytes)
         if s.nbytes > most or any(len(g) != 1 for g in s.groups):
             continue
-        users = [t for t in order if any(n.data is s for n in t.loads)]
+        users = readers.get(s, [])
         using = [c for c in chains if any(r.stage in users for r in c.runs)]
         hosted = {r.stage for c in using for r in c.runs}
         if len(using) != 2 or not set(users) <= hosted:

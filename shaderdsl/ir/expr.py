@@ -34,12 +34,13 @@ class Expr:
     ``free`` is the bit mask of axes that the value depends on; ``loc`` is the user's
     ``file:line`` where the node was first made and ``label`` what the op calls a loaded
     operand; neither is part of its identity. ``kept`` holds what was found out about
-    the node, by question.
+    the node, by question, and ``below`` what :func:`topo` gives before the node itself.
     """
 
     __slots__ = (
         "__weakref__",
         "args",
+        "below",
         "data",
         "dtype",
         "free",
@@ -56,6 +57,7 @@ class Expr:
     loc: str | None
     label: str | None
     kept: dict[Any, Any] | None
+    below: tuple[Expr, ...] | None
 
     def __add__(self, other: Expr | float) -> Expr:
         return apply("add", self, other)
@@ -90,27 +92,37 @@ class Expr:
         return show(self)
 
 
-_table: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = (
-    weakref.WeakValueDictionary()
-)
+class _Ref(weakref.ref[Expr]):
+    """A reference that knows under which key the table has it."""
+
+    __slots__ = ("key",)
+    key: tuple[Any, ...]
+
+
+# Nodes that are alive, by what makes them equal. A `WeakValueDictionary` would do, at
+# three times the cost, and every node that is made asks.
+_table: dict[tuple[Any, ...], _Ref] = {}
+
+
+def _gone(ref: _Ref, table: dict[tuple[Any, ...], _Ref] = _table) -> None:
+    if table.get(ref.key) is ref:
+        del table[ref.key]
 
 
 def _make(
     kind: str, args: tuple[Expr, ...], data: Any, dtype: str, free: int, key: Any
 ) -> Expr:
     full = (kind, args, key)
-    node = _table.get(full)
+    ref = _table.get(full)
+    node = ref() if ref is not None else None
     if node is None:
         node = object.__new__(Expr)
-        node.kind, node.args, node.data, node.dtype, node.free = (
-            kind,
-            args,
-            data,
-            dtype,
-            free,
-        )
+        node.kind, node.args, node.data, node.dtype = kind, args, data, dtype
+        node.free = free
         node.loc = node.label = node.kept = None
-        _table[full] = node
+        node.below = None if args else ()
+        ref = _table[full] = _Ref(node, _gone)
+        ref.key = full
     return node
 
 
@@ -216,13 +228,17 @@ def _fitting(args: list[Expr], dtype: str) -> list[Expr]:
                 f"the number {a.data} does not fit {dtype}",
                 cure="use a float, or a number in range",
             )
-    return [cast(a, dtype) for a in args]
+    return [a if a.dtype == dtype else cast(a, dtype) for a in args]
 
 
 def promote(args: list[Expr], where: str = "") -> list[Expr]:
     """Bring operands to one dtype: bool < i32, u32 < f32; constants are weak."""
-    if all(a.dtype == "f32" for a in args):
-        return args
+    dtype = args[0].dtype
+    for a in args:
+        if a.dtype != dtype:
+            break
+    else:
+        return _fitting(args, dtype) if dtype in INTS else args
     kinds = {a.dtype for a in args if a.kind != "const"} or {a.dtype for a in args}
     # A float constant makes integers into floats; an integer constant takes the others'
     # type.
@@ -246,7 +262,7 @@ def apply(name: str, *operands: Expr | bool | int | float) -> Expr:
     removed.
     """
     prim = PRIMITIVES[name]
-    args = prim.prepare([lift(a) for a in operands])
+    args = prim.prepare([a if type(a) is Expr else lift(a) for a in operands])
     if name == "neg" and args[0].dtype == "u32":
         return apply("sub", const(0, "u32"), args[0])
     simple = _simplify(name, args)
@@ -287,11 +303,11 @@ def _simplify(name: str, a: list[Expr]) -> Expr | None:
             if a[i].kind == "const" and a[i].dtype == "bool":
                 return a[1 - i] if a[i].data else a[i]
         return a[0] if a[0] is a[1] else None
-    if name in _COMPARE and all(x.kind == "const" and x.dtype in INTS for x in a):
-        return const(_COMPARE[name](a[0].data, a[1].data))
-    folds = name in ("add", "sub", "mul", "neg") and a[0].dtype != "bool"
-    if folds and all(x.kind == "const" for x in a):
-        return _fold(name, a)
+    if a[0].kind == "const" and a[-1].kind == "const":
+        if name in _COMPARE and a[0].dtype in INTS and a[1].dtype in INTS:
+            return const(_COMPARE[name](a[0].data, a[1].data))
+        if name in ("add", "sub", "mul", "neg") and a[0].dtype != "bool":
+            return _fold(name, a)
     if name == "add":
         if _is(a[0], 0):
             return a[1]
@@ -339,10 +355,23 @@ def _fold(name: str, a: list[Expr]) -> Expr:
 # (iterative: a deep graph must not recurse)
 
 
+#: So many nodes are kept with the one above them; where there are more, one walks.
+_KEEP = 256
+#: What stands for them then.
+_MANY: Any = (None,)
+
+
 def topo(*roots: Expr, into: Callable[[Expr], bool] | None = None) -> list[Expr]:
     """Nodes reachable from the roots, operands first. ``into(node)`` false keeps its
     operands out.
     """
+    if into is None:
+        below = [_below(r) for r in roots]
+        if None not in below:
+            if len(roots) == 1:
+                return [*(below[0] or ()), roots[0]]
+            pairs = zip(below, roots)
+            return list(dict.fromkeys([n for b, r in pairs for n in (*(b or ()), r)]))
     out: list[Expr] = []
     seen: set[Expr] = set()
     # A node under a None has its operands behind it.
@@ -361,6 +390,30 @@ def topo(*roots: Expr, into: Callable[[Expr], bool] | None = None) -> list[Expr]
             else:
                 out.append(node)
     return out
+
+
+def _below(root: Expr) -> tuple[Expr, ...] | None:
+    """The nodes below one, operands first; None where they are too many to keep."""
+    stack = [root]
+    while stack:
+        node = stack[-1]
+        if node.below is None:
+            missing = [x for x in node.args if x.below is None]
+            if missing:
+                stack += missing
+                continue
+            found: dict[Expr, None] = {}
+            for x in node.args:
+                if x.below is _MANY:
+                    break
+                found |= dict.fromkeys((*(x.below or ()), x))
+            else:
+                if len(found) <= _KEEP:
+                    node.below = tuple(found)
+            if node.below is None:
+                node.below = _MANY
+        stack.pop()
+    return None if root.below is _MANY else root.below
 
 
 def values(*roots: Expr) -> list[Expr]:
@@ -430,7 +483,7 @@ def rewrite(root: Expr, leaf: Callable[[Expr, tuple[Expr, ...]], Expr]) -> Expr:
     """Rebuild from the leaves; ``leaf(node, new_args)`` gives the replacement."""
     memo: dict[Expr, Expr] = {}
     for n in topo(root):
-        memo[n] = leaf(n, tuple(memo[x] for x in n.args))
+        memo[n] = leaf(n, tuple([memo[x] for x in n.args]))
     return memo[root]
 
 
@@ -451,20 +504,13 @@ def substitute(root: Expr, axes: Mapping[int, Expr]) -> Expr:
     if not root.free & mask:
         return root
     memo: dict[Expr, Expr] = {}
-    stack = [root]
-    while stack:
-        n = stack[-1]
-        if n in memo:
-            stack.pop()
+    for n in topo(root):
+        if not n.free & mask:
             continue
         if n.kind == "index":
             memo[n] = axes[n.data]
-            continue
-        missing = [x for x in n.args if x.free & mask and x not in memo]
-        if missing:
-            stack += reversed(missing)
-            continue
-        memo[n] = rebuild(n, tuple(memo[x] if x.free & mask else x for x in n.args))
+        else:
+            memo[n] = rebuild(n, tuple([memo.get(x, x) for x in n.args]))
     return memo[root]
 
 

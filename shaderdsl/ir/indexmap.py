@@ -33,6 +33,9 @@ class Affine:
 
     def expr(self) -> Expr:
         """Back to an expression, in a fixed order so that equal forms intern."""
+        if len(self.axes) == 1 and not self.const and not self.rest:
+            ((a, k),) = self.axes.items()
+            return index(a) if k == 1 else apply("mul", index(a), const(k))
         terms: list[Expr] = []
         for a in sorted(self.axes):
             terms.append(apply("mul", index(a), const(self.axes[a])))
@@ -48,6 +51,8 @@ def affine(e: Expr) -> Affine:
     """Take a sum apart. Products by constants distribute; anything else is a term of
     its own.
     """
+    if e.kind == "index":
+        return Affine({e.data: 1}, 0, ())
     axes: dict[int, int] = {}
     rest: dict[Expr, int] = {}
     total = 0
@@ -277,6 +282,8 @@ def digits(e: Expr, extents: Extents) -> list[Digit] | None:
     """An index map as mixed-radix digits, most significant first, or None when it is no
     such number.
     """
+    if e.kind == "index":
+        return [Digit(extents[e.data], 1, e.data, 0)]
     form = affine(e)
     if form.rest or not form.axes:
         return None

@@ -13,7 +13,7 @@ inputs' own memory if they lie there just so already, and else copies them toget
 from __future__ import annotations
 
 import struct
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
@@ -47,7 +47,11 @@ class Slot:
 
     def is_free(self, first: int, last: int) -> bool:
         """Whether it holds nothing from kernel ``first`` to ``last``."""
-        return all(last < a or b < first for a, b in self.busy)
+        # A loop: a plan of hundreds of kernels asks tens of thousands of times.
+        for a, b in self.busy:  # noqa: SIM110
+            if a <= last and first <= b:
+                return False
+        return True
 
 
 #: A slot, and an offset in it in bytes.
@@ -149,15 +153,15 @@ def plan_memory(program: Program, donated: frozenset[int]) -> MemoryPlan:
     # equals the last first, because outputs occupy the end.
     temps = [t for t in fresh if t not in place]
     some = [i for i, slot in enumerate(slots) if (-1, end) not in slot.busy]
-    sizes = sorted((slots[i].nbytes, i) for i in some)
+    sizes = sorted((_room(slots[i].nbytes), slots[i].nbytes, i) for i in some)
     for tensor in sorted(temps, key=lambda t: (-t.nbytes, -last[t])):
         span, room = (first[tensor], last[tensor]), _room(tensor.nbytes)
-        fits = (i for n, i in sizes if _room(n) >= room)
+        fits = (i for _, _, i in sizes[bisect_left(sizes, (room,)) :])
         found = next((i for i in fits if slots[i].is_free(*span)), None)
         if found is None:
             found = len(slots)
             slots.append(Slot("temp", tensor.nbytes))
-            insort(sizes, (tensor.nbytes, found))
+            insort(sizes, (room, tensor.nbytes, found))
         place[tensor] = found
         slots[found].busy.append(span)
 
