@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import re
@@ -74,6 +75,44 @@ def test_a_deep_chain_needs_no_recursion():
     assert len(E.topo(e)) > 30_000
     assert E.substitute(e, {0: E.const(0)}).free == 0
     assert "sin" in printer.show(e, 100)
+
+
+def walked(root, seen):
+    """Operands first, from left to right, each once."""
+    if root in seen:
+        return []
+    seen.add(root)
+    return [n for x in root.args for n in walked(x, seen)] + [root]
+
+
+@pytest.mark.parametrize("kept", [0, 3, E._KEEP])
+def test_nodes_come_after_their_operands_in_one_order(kept, monkeypatch):
+    monkeypatch.setattr(E, "_KEEP", kept)
+    rng = np.random.default_rng(kept)
+    x = input_stage((7, 5), "f32", f"x{kept}")
+    nodes = [E.load(x, [E.index(0), E.index(1)]), E.const(0.1 + kept)]
+    for k in range(60):
+        a, b = (nodes[rng.integers(max(0, len(nodes) - 9), len(nodes))] for _ in "ab")
+        nodes.append(E.apply(("add", "mul", "sub")[k % 3], a, b * (2.5 + k)))
+        assert E.topo(nodes[-1]) == walked(nodes[-1], set())
+    seen = set()
+    both = [n for root in nodes[-3:] for n in walked(root, seen)]
+    assert E.topo(*nodes[-3:]) == both
+    assert E.topo(nodes[-1]) == walked(nodes[-1], set())  # asked again
+
+
+def test_expressions_that_nobody_holds_are_gone():
+    gc.collect()
+    before = len(E._table)
+    x = input_stage((2,), "f32", "x")
+    e = whole(x)
+    for k in range(200):
+        e = E.apply("sin", e) * (1.25 + k)
+    assert len(E.topo(e)) > 400 and E.loads(e) == [whole(x)]
+    kept = E.substitute(e, {0: E.const(1)})
+    assert len(E._table) > before + 700
+    del e, kept, x
+    assert len(E._table) <= before
 
 
 @pytest.mark.parametrize(
@@ -367,7 +406,7 @@ def misfit(body):
     """A node that ``apply`` would never make."""
     node = object.__new__(E.Expr)
     node.kind, node.args, node.data, node.dtype, node.free, node.loc = body
-    node.kept = None
+    node.kept = node.below = None
     return node
 
 
