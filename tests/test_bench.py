@@ -11,7 +11,7 @@ import pytest
 
 import shaderdsl as sd
 from shaderdsl import engine, function, ops
-from shaderdsl.bench import measure, reference, report
+from shaderdsl.bench import clocks, measure, reference, report
 from shaderdsl.bench.measure import Bench, Record
 from shaderdsl.bench.rows import ROWS, chosen, order
 from shaderdsl.bench.work import Row, distance
@@ -131,6 +131,45 @@ def test_a_wrong_row_and_a_failing_row_are_told_and_not_timed(cpu):
     record = bench.row(right)
     assert not record.failed and record.seconds > 0
     assert record.value == pytest.approx(128 * 2048 * 4 / record.seconds / 1e9)
+
+
+def test_a_row_timed_at_low_clocks_is_timed_again(cpu, monkeypatch):
+    class Falling:
+        def __init__(self):
+            self.asked, self.raised = [False, True, False, False, False], 0
+
+        def rise(self):
+            self.raised += 1
+
+        def are_up(self):
+            return self.asked.pop(0)
+
+    times = iter([5.0, 2.0, 4.0, 3.0, 6.0])
+    monkeypatch.setattr(measure, "median_time", lambda *args: next(times))
+    row, falling = ROWS[NAMES.index("row_sum")], Falling()
+    bench = Bench(True, 0.01, clocks=falling)
+    record = bench.row(row)
+    assert (record.seconds, record.notes, falling.raised) == (2.0, [], 2)
+    record = bench.row(row)
+    assert (record.seconds, falling.raised) == (3.0, 5)
+    assert record.notes == ["the device's clocks were low"]
+
+
+def test_clocks_are_up_where_the_product_is_fast(wgpu, retarget, monkeypatch):
+    retarget(family="gpu")
+    times = [1.0, 0.5, 2.5, 2.5, 0.51, 0.6, 0.8, 9.0, 9.0]
+    monkeypatch.setattr(clocks, "time_once", lambda device, call, repeats: times.pop(0))
+    monkeypatch.setattr(clocks.Clocks, "_product", lambda self: lambda: None)
+    # The clock of the host goes on by one with each look at it.
+    now = iter(range(100))
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: next(now))
+    c = clocks.Clocks(wgpu, seconds=3, most=4)
+    assert c.fastest == 0.5
+    assert c.rise() and times == [0.6, 0.8, 9.0, 9.0]
+    assert c.are_up()
+    assert not c.are_up()
+    times[:] = [9.0] * 9
+    assert not c.rise() and c.fastest == 0.5 and times
 
 
 def test_ceilings_come_first_then_models():

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..bench import report
-    from ..bench.measure import PEERS, Bench, find_torch, heat
+    from ..bench.measure import PEERS, Bench, find_torch
     from ..bench.rows import ROWS, chosen, order
     from ..runtime import current
     from ..runtime.timing import has_timestamps
@@ -102,8 +102,6 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.flush()
     if torch is not None:
         head["torch"] = f"{torch.__version__}, TF32 off"
-    if device.target.family == "gpu":
-        heat(device, 1.0)
     # Compiling takes PyTorch longest: it may have three quarters of the time.
     compile_until = start + 45 * args.minutes
     bench = Bench(args.quick, seconds, peers, torch, compile_until)
