@@ -276,10 +276,7 @@ class Online:
                 totals = tree.reduce([("sum", "f32", v) for v in each], 1)
             found.append((m, whole))
             for s, r in zip(sums, totals, strict=True):
-                term = _term(self.bodies[s])
-                assert term is not None
-                if unwrapped(term[0].args[0].args[1]).kind == "load":
-                    # A plain y - m is NaN below an infinite maximum.
+                if lowered_plainly(self.bodies[s]):
                     r = f"select({r}, sd_nan(), sd_isinf({whole}))"
                 found.append((s, w.let(r, 1, "r")))
         return found
