@@ -122,8 +122,9 @@ def looping(request, schedules, monkeypatch):
     """Rows that a kernel walks in a loop, shorter than they would be."""
     monkeypatch.setattr(row, "ONLINE", 128)
     monkeypatch.setattr(row, "WRITTEN", 128)
-    monkeypatch.setattr(row_walk, "HELD", 8)
-    monkeypatch.setattr(row_walk, "RESERVED", 1 << 20)
+    monkeypatch.setattr(row, "HELD", 8)
+    monkeypatch.setattr(row, "SINGLE", 8)
+    monkeypatch.setattr(row, "RESERVED", 1 << 20)
     return schedules(request.param)
 
 
@@ -185,6 +186,7 @@ def small(schedules, retarget, wgpu, monkeypatch):
     workgroup memory.
     """
     monkeypatch.setattr(row, "WRITTEN", 128)
+    monkeypatch.setattr(row, "HELD", 32)
     schedules("gpu")
     limits = dataclasses.replace(
         wgpu.target.limits,

@@ -35,7 +35,7 @@ from .row_online import (
     lowered_plainly,
     told_by_sum,
 )
-from .row_walk import HELD, RESERVED, Kept, Walks, inside, kept
+from .row_walk import HELD, RESERVED, SINGLE, Kept, Walks, inside, kept
 from .schedule import (
     Layout,
     decode,
@@ -102,8 +102,9 @@ def choose(
     width = min(4, _power(n))
     while width < most and n > width * per:
         width *= 2
-    held = 8 if columns else HELD // values
-    chunks = _chunks(-(-n // width)) if n <= width * held else 0
+    chunks = _chunks(-(-n // width)) if n <= width * 8 else 0
+    if not chunks and not columns:
+        width = walking(n * values, target)
     size = max(1, 128 // width) if rows > 1 else 1
     groups = min(-(-rows // size), 256) if columns else 0
     return _enough_groups(
@@ -172,6 +173,14 @@ def fits(
         return False
     turns = -(-rows // (s.groups * s.rows)) if s.groups else 1
     return _spent(s, turns, n, phases) <= target.loop_budget // 2
+
+
+def walking(elements: int, target: Target) -> int:
+    """Lanes that walk a long row: 512, two workgroups of which fit on a processor, as
+    long as they hold it.
+    """
+    lanes = 512 if elements <= 512 * SINGLE else 1024
+    return min(lanes, target.limits.max_invocations)
 
 
 def _chunks(needed: int) -> int:
@@ -287,14 +296,11 @@ class RowText:
     def _in_one_walk(self, default: RowSchedule) -> RowSchedule:
         """How a row runs whose maximum and sums go along with each other."""
         values = WIDTH if self.vector is not None else 1
-        most = self.target.limits.max_invocations
-        if not self._walked_again():
-            width = min(most, 512 if values > 1 else 1024)
-            longest = ONLINE
+        if self._walked_again():
+            width, longest = walking(self.n * values, self.target), WRITTEN // values
         else:
-            # Two workgroups of 512 lanes on a processor, as long as they hold the row.
-            width = min(most, 512 if self.n * values <= 512 * HELD else 1024)
-            longest = WRITTEN // values
+            width, longest = 512 if values > 1 else 1024, ONLINE
+            width = min(width, self.target.limits.max_invocations)
         if self.n <= longest:
             return default
         return replace(default, width=width, rows=1, chunks=0)
@@ -505,7 +511,7 @@ class RowText:
         elif not columns and self.target.family != "software":
             # A driver may not read what comes after a store before it.
             self._walks(n).walk(
-                lambda: self._read_ahead(reds, maps),
+                lambda: self._read_ahead([*reds, *maps]),
                 lambda: None,
                 lambda: self._elements(accs, maps, [], inside(w), "i"),
             )
@@ -567,14 +573,22 @@ class RowText:
             for x in dict.fromkeys(E.loads(*first))
             if x in again and x.free & own and x.free & ~own and x.dtype != "bool"
         ]
-        values = sum(WIDTH if self.w.is_vector(x) else 1 for x in loads)
-        free = self.target.limits.max_workgroup_storage - RESERVED * self.threads
-        return kept(self.n, self.schedule.width, loads, values, free)
+        wide = self.vector is not None
+        # No larger part of the memory than of the lanes, so that others fit beside.
+        limits = self.target.limits
+        share = limits.max_workgroup_storage * self.threads // limits.max_invocations
+        free = share - RESERVED * self.threads
+        each, most = (WIDTH, HELD) if wide else (1, SINGLE)
+        return kept(self.n, self.schedule.width, loads, each, most, free)
 
-    def _read_ahead(self, reds: Sequence[Member], maps: Sequence[Member]) -> None:
-        self._map_values(maps)
-        for m in reds:
-            self.w.value(self.bodies[m])
+    def _read_ahead(self, members: Sequence[Member]) -> None:
+        """Ask memory for what a position's values are made of, and wait for none."""
+        lanes = sum(1 << a for a in range(len(self.g.rows), len(self.g.space)))
+        made = {m.stage for m in self.g.members}
+        for m in members:
+            for n in E.loads(self.bodies[m]):
+                if n.free & lanes and n.data not in made:
+                    self.w.value(n)
 
     def _map_values(self, maps: Sequence[Member]) -> list[str]:
         w, vector = self.w, self.vector is not None

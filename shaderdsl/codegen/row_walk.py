@@ -21,8 +21,9 @@ from .writer import Writer
 
 #: Positions that a lane reads before it uses any of them.
 FLIGHT = 4
-#: Values of 32 bits of a row that a lane keeps from walk to walk on GPUs.
-HELD = 32
+#: Values of 32 bits of a row that a lane keeps from walk to walk on GPUs, of vec4s and
+#: of single elements, whose addresses take registers too.
+HELD, SINGLE = 40, 32
 #: Bytes of workgroup memory for each lane that reductions of long rows may take.
 RESERVED = 12
 
@@ -113,16 +114,20 @@ class Kept:
     whole: bool = False
 
 
-def kept(n: int, width: int, loads: Sequence[Expr], values: int, free: int) -> Kept:
+def kept(
+    n: int, width: int, loads: Sequence[Expr], each: int, most: int, free: int
+) -> Kept:
     """What of a row of ``n`` positions stays on the chip.
 
     Args:
-        loads: what is read again, ``values`` of 32 bits at a position.
+        loads: what is read again, ``each`` of so many values at a position.
+        most: values that a lane may hold.
         free: bytes of workgroup memory.
     """
-    if not values:
+    if not loads:
         return Kept()
-    held, memory = max(1, HELD // values), max(0, free) // (4 * width * values)
+    values = each * len(loads)
+    held, memory = max(1, most // values), max(0, free) // (4 * width * values)
     need = -(-n // width)
     if need <= held + memory:
         held = min(need, held)
@@ -213,17 +218,17 @@ class Walks:
         read, between, use = steps
         turn = count()
 
-        def keep() -> None:
-            read()
+        def keep() -> None:  # after all were read, so that none is waited for
             at = next(turn) * self.width
             for load, name in self.arrays.items():
                 w.line(f"{name}[lane + {at}u] = {w.value(load)};")
+            use()
 
         first = self.position
         if self.end:
             first = w.let(f"{self.end} + {first}", 1, "i")
         known: list[Known] = []
-        steps = (keep, between, use)
+        steps = (read, between, keep)
         w.blocks[1] += ahead(
             w, first, self.kept.memory, self.width, self.place, steps, known
         )
