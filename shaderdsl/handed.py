@@ -168,37 +168,30 @@ def given(args: Sequence[Any], device: Any) -> Given | None:
         else:
             parts.append(serial)
         items.append(leaves)
-    numbers: tuple[int, ...] = ()
     made: dict[int, tuple[Array, Any]] = {}
-    if others and set(map(type, others)) != _ARRAYS:
-        numbers = tuple([k for k, x in enumerate(others) if is_number(x)])
-        for k, x in enumerate(others):
-            if type(x) is not Array:
-                a = as_leaf(x)
-                if a is None:  # known while tracing, and not looked at here
-                    return None
-                others[k] = a
-                made[id(x)] = a, x  # an id lasts as long as its object
-    buffers = []
-    for a in others:
+    buffers: list[Buffer] = []
+    memory: list[Allocation] = []
+    for k, x in enumerate(others):
+        a, number = x, False
+        if type(x) is not Array:
+            a, number = as_leaf(x), is_number(x)
+            if a is None:  # known while tracing, and not looked at here
+                return None
+            others[k] = a
+            made[id(x)] = a, x  # an id lasts as long as its object
         b = a._buffer
         if b is None or b.device is not device:
             if a.symbolic:
                 return None
             b = a.buffer()
+        try:
+            m = b.allocation
+        except AttributeError:  # given away by another thread
+            return None
         buffers.append(b)
-    try:
-        memory = [b.allocation for b in buffers]
-    except AttributeError:  # given away by another thread
-        return None
-    key = (
-        id(device),
-        tuple(parts),
-        numbers,
-        tuple([(a.shape, a.dtype.name) for a in others]),
-        tuple([b.key for b in buffers]),
-        tuple([(m.shared, m.parts) for m in memory]),
-    )
+        memory.append(m)
+        parts += (number, a.shape, a.dtype.name, b.key, m.shared, m.parts)
+    key = (id(device), tuple(parts))
     return Given(key, items, others, buffers, memory, made)
 
 
