@@ -25,7 +25,7 @@ from .buffers import (
     new_serial,
 )
 from .device import Executable
-from .launch import Move, Step, encode, handles
+from .launch import Move, Step, bind_group, encode, handles
 from .pipelines import finished
 from .plan import MemoryPlan, Place, check_limits, pack_params, plan_memory
 from .replay import KEEP, Encoded, Outcome, Parts, Replay, Replays
@@ -363,16 +363,7 @@ class WgpuExecutable(Executable):
             entries.append((allocation.handle, offset, size))
         if step.params is not None:
             entries.append((self._uniform, *step.params))
-        return self.device.gpu.create_bind_group(
-            layout=step.group_layout,
-            entries=[
-                {
-                    "binding": i,
-                    "resource": {"buffer": handle, "offset": offset, "size": size},
-                }
-                for i, (handle, offset, size) in enumerate(entries)
-            ],
-        )
+        return bind_group(self.device.gpu, step.group_layout, entries)
 
     def _run(
         self,

@@ -1,8 +1,8 @@
 """The driver's C functions where wgpu-py's methods are slow or lack something.
 
-Its methods encode a dispatch at five times the cost, so they are only the way where
-the library has no such functions.  What goes wrong is reported when an encoder
-finishes.
+Its methods encode a dispatch and make a bind group at five times the cost, so they are
+only the way where the library has no such functions.  What goes wrong in a pass is
+reported when its encoder finishes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,45 @@ _FUNCTIONS: tuple[Any, ...] = tuple(
         "ComputePassEncoderDispatchWorkgroups",
         "ComputePassEncoderRelease",
         "CommandEncoderRelease",
+        "DeviceCreateBindGroup",
     )
 )
 _encoder, _copy, _begin, _set_pipeline, _set_group, _dispatch, *_rest = _FUNCTIONS
-_release_pass, _release = _rest
+_release_pass, _release, _ = _rest
 _NULL = ffi.NULL
 
 #: Whether the C functions are there.
 DIRECT = None not in _FUNCTIONS
+
+
+if DIRECT:
+    _ENTRIES = ffi.typeof("WGPUBindGroupEntry[]")
+    _DESCRIPTOR = ffi.typeof("WGPUBindGroupDescriptor *")
+
+
+def bind_group(gpu: Any, layout: Any, ranges: Sequence[tuple[Any, int, int]]) -> Any:
+    """A bind group of ``(buffer, offset, bytes)``."""
+    if not DIRECT:
+        return gpu.create_bind_group(
+            layout=layout,
+            entries=[
+                {
+                    "binding": i,
+                    "resource": {"buffer": buffer, "offset": offset, "size": size},
+                }
+                for i, (buffer, offset, size) in enumerate(ranges)
+            ],
+        )
+    entries = ffi.new(_ENTRIES, len(ranges))
+    for i, (buffer, offset, size) in enumerate(ranges):
+        entry = entries[i]
+        entry.binding, entry.buffer = i, buffer._internal
+        entry.offset, entry.size = offset, size
+    descriptor = ffi.new(_DESCRIPTOR)
+    descriptor.layout = layout._internal
+    descriptor.entries, descriptor.entryCount = entries, len(ranges)
+    raw = backend.libf.wgpuDeviceCreateBindGroup(gpu._internal, descriptor)
+    return backend.GPUBindGroup("", raw, gpu)
 
 
 def handles(steps: Sequence[Step]) -> list[Step]:
