@@ -75,7 +75,7 @@ class Plan:
         scores: int | None = None,
     ):
         self.device = current_device()
-        target = self.device.target
+        self.target = target = self.device.target
         if scores is not None:
             target = replace(target, scores=scores)
         captured = captured_inputs(outs, inputs)
@@ -110,6 +110,14 @@ class Plan:
         )
         self.executable = self.device.build(self.program, wait=False)
 
+    def serves(self, device: Any) -> bool:
+        """Whether it was made for this device as it is; what a search found meanwhile
+        is for plans to come.
+        """
+        if self.device is not device:
+            return False
+        return self.target is device.target or bool(self.target == device.target)
+
     def __call__(self, buffers: Sequence[Any], scalars: dict[str, Any]) -> list[Any]:
         found = self.launch(buffers, scalars)
         return found if isinstance(found, list) else found.buffers()
@@ -141,10 +149,11 @@ def plan_for(
     """
     if watched():
         donated = frozenset()  # a call that is looked at must leave its inputs
-    key = (id(current_device()), tuple(outs), tuple(inputs), donated, scores)
+    device = current_device()
+    key = (id(device), tuple(outs), tuple(inputs), donated, scores)
     with lock:
         plan: Plan | None = _plans.get(key)
-        if plan is not None and plan.device is current_device():
+        if plan is not None and plan.serves(device):
             _plans.move_to_end(key)
             return plan
         plan = _plans[key] = Plan(outs, inputs, donated, scores)

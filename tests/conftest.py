@@ -9,7 +9,6 @@ import judges
 import pytest
 
 import shaderdsl as sd
-from shaderdsl import engine
 from shaderdsl.codegen.target import Features, Limits
 
 
@@ -73,11 +72,9 @@ def retarget(wgpu):
 
     def change(**options):
         device.target = dataclasses.replace(device.target, **options)
-        engine._plans.clear()
 
     yield change
     device.target = before
-    engine._plans.clear()
 
 
 @pytest.fixture

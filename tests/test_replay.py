@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import shaderdsl as sd
-from shaderdsl import engine, errors
+from shaderdsl import engine, errors, ops
+from shaderdsl.codegen.target import Features, Limits
 from shaderdsl.runtime import executable
 
 
@@ -255,3 +256,17 @@ def test_numbers_left_at_their_defaults_are_known_while_tracing(device):
     for more in ({"n": 3}, {"often": 4, "n": 0}):
         g = sd.compile(functools.partial(doubled, **more))
         np.testing.assert_array_equal(g(x).numpy(), doubled(x, **more))
+
+
+def test_another_target_has_another_plan(wgpu, retarget):
+    x = np.linspace(-3, 3, 64 * 48, dtype=np.float32).reshape(64, 48)
+    array = sd.asarray(x)
+    first = ops.softmax(array).numpy()
+    plans = list(engine._plans.values())
+    assert ops.softmax(array).numpy().tobytes() == first.tobytes()
+    assert list(engine._plans.values()) == plans
+    retarget(family="gpu", features=Features(), limits=Limits())
+    np.testing.assert_allclose(ops.softmax(array).numpy(), first, rtol=2e-6)
+    assert list(engine._plans.values()) != plans
+    (plan,) = set(engine._plans.values()) - set(plans)
+    assert plan.target.limits == Limits()
