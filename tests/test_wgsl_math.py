@@ -133,6 +133,8 @@ def test_scalars_and_vectors_agree(run, f):
     [
         ("sd_tanh{V}(a)", f32(100, -1000, 3e38, 0, 1e-8), None, f32(1, -1, 1, 0, 1e-8)),
         ("sd_exp{V}(a)", f32(-INF, 89, -110, 0), None, f32(0, INF, 0, 1)),
+        ("sd_exp_masked{V}(a)", f32(-INF, 89, -110, 0), None, f32(0, INF, 0, 1)),
+        ("sd_exp_masked{V}(a)", f32(INF, 3e38, -3e38, -0.0), None, f32(INF, INF, 0, 1)),
         (
             "sd_exp2{V}(a)",
             f32(-INF, 10, 127, -126, 0),

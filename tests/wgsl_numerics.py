@@ -177,6 +177,7 @@ class Function:
 
 FUNCTIONS = [
     Function("exp", np.exp, 4, [(-87.33, 88.72), (-1, 1)]),
+    Function("exp_masked", np.exp, 4, [(-87.33, 88.72), (-1, 1)]),
     Function("exp2", np.exp2, 4, [(-126, 127.999), (-1, 1)]),
     Function("expm1", np.expm1, 10, [(-100, 88.72), (-1, 1)]),
     Function("log", np.log, 4, [(SMALLEST, LARGEST), (0.5, 2)]),

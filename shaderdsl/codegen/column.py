@@ -326,6 +326,9 @@ def _finish(
     while gpu and parts < 32 and parts * 2 <= shares:
         parts *= 2
     size = 64 if parts == 1 else 256
+    # A small kernel: what counts is how many processors have a part of it.
+    while size > 64 and size > 4 * parts and n * parts < 256 * size:
+        size //= 2
     outputs = size // parts
     for m in members:
         w.binding(partials[m], vector, False)

@@ -460,14 +460,17 @@ class RowText:
                 self._store_narrow(m, value)
 
     def _numbers_first(self) -> None:
-        """Ask memory for what a whole row shares (its statistics, its label) before the
-        row is walked: after that, every lane would wait for it.
+        """Compute what a whole row shares (the inverse root of its variance, its label)
+        before the row is walked: after that, every lane would wait for memory. Drivers
+        put a load where its value is used, so asking early is not enough.
         """
         computed = {m.stage for m in self.g.members}
         lanes = sum(1 << a for a in range(len(self.g.rows), len(self.g.space)))
         for m in self.g.members:
-            for n in E.loads(self.bodies[m]):
-                if E.loads(n) == [n] and n.data not in computed and not n.free & lanes:
+            for n in E.values(self.bodies[m]):
+                loads = E.loads(n)
+                given = all(E.loads(x) == [x] and x.data not in computed for x in loads)
+                if loads and given and not n.free & lanes:
                     self.w.value(n)
 
     def _wide(self, m: Member) -> bool:

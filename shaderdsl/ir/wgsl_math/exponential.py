@@ -48,6 +48,24 @@ fn sd_exp{V}(x: {F}) -> {F} {
 }
 """
 )
+# The same without floor, for which GPUs take a quarter of their speed: 1.5 · 2^15 + x /
+# log(2) has eight digits behind the point, and without them it is rounded down. The
+# greatest n leaves the overflow to the last multiplication.
+HELPERS.add(
+    """
+fn sd_exp_masked{V}(x: {F}) -> {F} {
+  let z = fma(x, {F}(1.44269504), {F}(49152.0));
+  let t = bitcast<{F}>(bitcast<{U}>(z) & {U}(0xffffff00u)) - {F}(49152.0);
+  let n = min(t, {F}(127.0));
+  let r = fma(t, {F}(2.12194440e-4), fma(n, {F}(-0.693359375), x));
+  let p = fma(r, POLY, {F}(1.0));
+  let scale = sd_power{V}(n, {F}(POWER.0));
+  return select(p * scale, {F}(0.0), x < {F}(-87.3365));
+}
+""",
+    POLY=polynomial("r", _EXP),
+    POWER=str(POWER),
+)
 _EXP2 = (
     0.6931512951850891,
     0.24016444385051727,
