@@ -17,6 +17,7 @@ from shaderdsl.codegen.choice import Choice, Fixed, Tuned
 from shaderdsl.codegen.column import ColumnSchedule
 from shaderdsl.codegen.lower import trials
 from shaderdsl.codegen.row import RowSchedule
+from shaderdsl.codegen.target import UNBOUNDED_LOOP_BUDGET, Features, Limits
 from shaderdsl.errors import DeviceError, DeviceLostError, ShaderError
 from shaderdsl.runtime import current, tuned
 from shaderdsl.tracing import Traced
@@ -318,6 +319,35 @@ def test_shipped_files_suit_the_schedules_of_this_version():
         for choice in found.values():
             assert choice.over is not None and choice.values != choice.over
             assert [n for n, _ in choice.values] == [n for n, _ in choice.over]
+
+
+def test_shipped_choices_are_those_of_kernels_that_exist(retarget):
+    """Their keys follow from the structure, which a change of the compiler may alter:
+    then what was measured is to be measured again.
+    """
+    limits = Limits(
+        max_storage_buffers=524_288,
+        max_workgroup_storage=49_152,
+        max_invocations=1024,
+        max_workgroup_size_x=1024,
+        max_workgroups=65_535,
+        max_binding_bytes=2_147_483_644,
+        max_buffer_bytes=4_292_870_144,
+        uniform_alignment=64,
+        storage_alignment=32,
+    )
+    retarget(
+        family="gpu",
+        limits=limits,
+        features=Features(f16=True, subgroups=True, timestamps=True),
+        loop_budget=UNBOUNDED_LOOP_BUDGET,
+        online_from=0,
+        tuned=tuned.load_shipped("NVIDIA H200", "Vulkan 580.159.04, wgpu 0.32.0"),
+    )
+    f = sd.compile(lambda *x: ops.attention(*x, causal=True), scores=2 << 30)
+    heads = [sd.spec("f32", n, 2048, 64) for n in (12, 4, 4)]
+    for backward in (False, True):
+        assert "tuned: " in sd.lower(f, *heads, backward=backward).explain()
 
 
 def test_a_file_that_is_no_text_or_no_json_is_not_used(gpu):
