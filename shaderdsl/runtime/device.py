@@ -220,8 +220,10 @@ def current() -> Device:
     if device is None:
         with _lock:
             if _current is None:
-                _current = _choose(os.environ.get("SHADERDSL_DEVICE"), None)
-                _first = _first or weakref.ref(_current)
+                opened = _choose(os.environ.get("SHADERDSL_DEVICE"), None)
+                # In this order: `owner` takes no lock.
+                _first = _first or weakref.ref(opened)
+                _current = opened
             device = _current
     return device
 
