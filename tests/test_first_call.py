@@ -254,3 +254,68 @@ def test_the_first_device_has_one_name_before_and_after_it_is_chosen(monkeypatch
     assert module.owner() is other
     monkeypatch.setattr(module, "_current", one)
     assert module.owner() is before
+
+
+# ------------------------------------------------------------------ names of C types
+
+_PARSES = """
+import cffi.cparser as parser
+parse, asked = parser.Parser._parse, []
+
+def noted(self, text):
+    asked.append(text)
+    return parse(self, text)
+
+parser.Parser._parse = noted
+import numpy as np
+import shaderdsl as sd
+from shaderdsl.runtime import library
+library.chosen()
+before = len(asked)
+step = sd.compile(lambda x, y: (x @ y, sd.sum(x)), donate=("x",))
+x = sd.asarray(np.ones((4, 4), np.float32))
+print(float(step(x, x + 1.0)[1]))
+print(asked[before:])
+"""
+
+
+def test_a_first_call_parses_no_name_of_a_c_type(device):
+    environ = {**os.environ, "SHADERDSL_DEVICE": "wgpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", _PARSES],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == ["16.0", "[]"]
+
+
+@pytest.fixture
+def ffi(device):
+    from shaderdsl.runtime.adapters import library
+
+    return library.ffi
+
+
+def test_c_types_are_what_cffi_takes_their_names_for(ffi):
+    from shaderdsl.runtime import c_types
+
+    assert c_types.parse(ffi)
+    known = ffi._parsed_types
+    for name in c_types.NAMES:
+        ours = known.pop(name)
+        ffi._typeof(name, consider_function_as_funcptr=True)
+        assert known[name] == ours, name
+
+
+def test_unknown_names_are_left_to_cffi(ffi, monkeypatch):
+    from shaderdsl.runtime import c_types
+
+    monkeypatch.setattr(c_types, "NAMES", ("uint16_t *", "WGPUNoSuchThing *"))
+    ffi._parsed_types.pop("uint16_t *", None)
+    assert not c_types.parse(ffi)
+    assert "uint16_t *" not in ffi._parsed_types
+    assert ffi.new("uint16_t *", 7)[0] == 7
+    assert not c_types.parse(object())

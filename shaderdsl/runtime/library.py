@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..errors import DeviceError, NoAdapterError
+from . import c_types
 
 #: What each library is called where it is imported.
 PACKAGES = {"wgpu": "wgpu", "dawn": "wgpudawn"}
@@ -136,6 +137,7 @@ class _Native:
         self.backend = importlib.import_module(f"{native.__name__}._api")
         self._checked = self.backend.libf
         self.api, self.raw, self.ffi = api, native.lib, native.ffi
+        c_types.parse(self.ffi)
         self.version = f"wgpu {api.__version__}"
         # What the driver's callback is told is a number: whoever asked may be gone.
         self._numbers = itertools.count(1)
