@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CompilerError, DeviceLostError
 from . import profiling
 from .adapters import library
+from .ahead import Ahead
 from .indices import checked
 from .launch import UNCHECKED, unchecked_module
+from .layouts import layouts
 
 if TYPE_CHECKING:
     from ..codegen.program import Kernel
@@ -86,10 +88,13 @@ class Pipelines:
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self._closed = False
+        self._unfinished = 0
         self.compiled = 0
         #: Whether kernels whose indices are in range go without the driver's checks.
         self.unchecked = UNCHECKED and wants_unchecked(device.target)
         self._own_checks = device.unchecked
+        llvmpipe = "llvmpipe" in device.name and library.name == "wgpu"
+        self._ahead = Ahead(device.another, device.driver) if llvmpipe else None
 
     def begin(self, kernels: Sequence[Kernel]) -> list[Future[tuple[Any, Any]]]:
         """``(pipeline, bind group layout)`` of each kernel, sooner or later; begins to
@@ -107,6 +112,7 @@ class Pipelines:
                     if self._threads is None:
                         workers = min(MOST_THREADS, os.cpu_count() or 1)
                         self._threads = ThreadPoolExecutor(workers, "shaderdsl-compile")
+                    self._unfinished += 1
                     self._threads.submit(self._work, kernel, key, future)
                 futures.append(future)
         return futures
@@ -127,12 +133,14 @@ class Pipelines:
 
     def _work(self, kernel: Kernel, key: Key, future: Future[tuple[Any, Any]]) -> None:
         """What a thread does for a kernel."""
-        if not future.set_running_or_notify_cancel():
-            return
         try:
-            self._make(kernel, key, future)
+            if future.set_running_or_notify_cancel():
+                self._make(kernel, key, future)
         except BaseException as error:  # Nobody may wait for what will not be made.
             self._give_up(key, future, error)
+        finally:
+            with self._lock:
+                self._unfinished -= 1
 
     def _make(self, kernel: Kernel, key: Key, future: Future[tuple[Any, Any]]) -> None:
         try:
@@ -146,6 +154,9 @@ class Pipelines:
         except Exception as error:
             self._give_up(key, future, self._refused(kernel, error))
             return
+        # Of a single kernel the launch itself takes as long.
+        if self._ahead is not None and self._unfinished > 1:
+            self._ahead.compile(kernel)
         with self._lock:
             self.compiled += 1
         profiling.note_compiled()
@@ -184,28 +195,11 @@ class Pipelines:
         )
 
     def _layout(self, access: tuple[str, ...], params: bool) -> tuple[Any, Any]:
-        """Bind group layout and pipeline layout.
-
-        Explicit, because an automatic one leaves out bindings that a text never uses.
-        """
+        """Bind group layout and pipeline layout."""
         with self._lock:
             found = self._layouts.get((access, params))
         if found is not None:
             return found
-        names = {"read": "read-only-storage", "read_write": "storage"}
-        types = [names[a] for a in access]
-        if params:
-            types.append("uniform")
-        group = self._gpu.create_bind_group_layout(
-            entries=[
-                {
-                    "binding": i,
-                    "visibility": wgpu.ShaderStage.COMPUTE,
-                    "buffer": {"type": kind},
-                }
-                for i, kind in enumerate(types)
-            ]
-        )
-        layout = self._gpu.create_pipeline_layout(bind_group_layouts=[group])
+        made = layouts(self._gpu, access, params)
         with self._lock:
-            return self._layouts.setdefault((access, params), (group, layout))
+            return self._layouts.setdefault((access, params), made)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,9 +82,11 @@ class WgpuDevice(Device):
             for axis in "xyz":
                 name = f"max-compute-workgroup-size-{axis}"
                 required[name] = adapter.limits[name]
+        request = Request(features, required, self.unchecked)
+        #: Opens one more device of this kind.
+        self.another = partial(library.open, adapter, request)
         try:
-            request = Request(features, required, self.unchecked)
-            self.gpu = library.open(adapter, request)
+            self.gpu = self.another()
         except (RuntimeError, wgpu.GPUError) as error:
             raise DeviceError(f"{info.name} gave no device: {error}") from error
         self.queue = self.gpu.queue
