@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..ir import expr as E
 from ..ir.expr import Expr
@@ -328,15 +329,33 @@ def _mode(c: Contraction, factor: Expr, outer: Loop, k: Loop, name: str) -> str:
     return best
 
 
+class Placed(Protocol):
+    """A kernel whose addresses are known."""
+
+    @property
+    def group(self) -> Group:
+        """What it computes."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """How it touches memory."""
+        ...
+
+    def address(self, n: Expr) -> Address:
+        """A load's address without axes that merged into others."""
+        ...
+
+
 class Copies:
     """A writer with copies of axes.
 
     Args:
-        c: the contraction.
+        c: the kernel.
         w: its writer; the copies are axes after the kernel's own.
     """
 
-    def __init__(self, c: Contraction, w: Writer):
+    def __init__(self, c: Placed, w: Writer):
         self.c, self.w = c, w
 
     def make(self, loop: Loop) -> dict[int, int]:

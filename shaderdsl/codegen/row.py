@@ -35,6 +35,7 @@ from .row_online import (
     lowered_plainly,
     told_by_sum,
 )
+from .row_shared import shared_rows
 from .row_walk import HELD, RESERVED, SINGLE, Kept, Walks, inside, kept
 from .schedule import (
     Layout,
@@ -198,6 +199,9 @@ def row_kernels(g: Group, target: Target) -> list[Kernel]:
     """Print a group of row phases, maps and column sums."""
     if all(m.role == "column" for m in g.members):
         return column_kernels(g, target)
+    shared = shared_rows(g, target)
+    if shared is not None:
+        return [shared]
     return RowText(g, target).kernels()
 
 
