@@ -154,12 +154,12 @@ class Pipelines:
         except Exception as error:
             self._give_up(key, future, self._refused(kernel, error))
             return
-        # Of a single kernel the launch itself takes as long.
-        if self._ahead is not None and self._unfinished > 1:
-            self._ahead.compile(kernel)
         with self._lock:
             self.compiled += 1
         profiling.note_compiled()
+        # Of a single kernel the launch itself takes as long.
+        if self._ahead is not None and self._unfinished > 1:
+            self._ahead.compile(kernel)
         future.set_result((pipeline, group_layout))
 
     def _module(self, kernel: Kernel) -> Any:
