@@ -12,9 +12,9 @@ from ..ir.expr import Expr
 from .address import Address
 from .choice import pick
 from .contract_plan import Copies
+from .group import Group
 from .kernel_text import indent
 from .member import Member
-from .partition import Group
 from .program import Kernel
 from .reduction import combine, horizontal, identity
 from .schedule import (
