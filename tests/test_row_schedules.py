@@ -95,3 +95,17 @@ def test_values_and_gradients(gpu, f, shape):
     for a, b in zip(got if isinstance(got, tuple) else (got,), slopes, strict=True):
         close = 5e-6 * np.abs(b).max()
         np.testing.assert_allclose(a.numpy(), b, rtol=0, atol=close)
+
+
+def test_maps_alone_take_exp_without_floor(gpu, retarget):
+    def text(f):
+        return sd.lower(f, spec(64, 1024)).kernels[0].wgsl
+
+    assert "sd_exp_masked_v4(" in text(sd.exp) and "floor" not in text(sd.exp)
+    assert "sd_exp_masked" not in text(ops.softmax)
+    x = np.linspace(-87, 88, 64 * 1024, dtype=np.float32).reshape(64, 1024)
+    want = np.exp(x.astype(np.float64)).astype(np.float32)
+    got = np.asarray(sd.exp(sd.asarray(x)))
+    np.testing.assert_allclose(got, want, rtol=5e-7)
+    retarget(family="software")
+    assert "sd_exp_masked" not in text(sd.exp)

@@ -50,8 +50,6 @@ class Writer(KernelText):
         self.virtual: dict[Stage, Callable[[Expr, int], str]] = {}
         # Primitives that a schedule spells otherwise than the table does.
         self.spellings: dict[str, str] = {}
-        if target.family == "gpu":
-            self.spellings["exp"] = "sd_exp_masked{V}({0})"
 
     # -------------------------------------------------------------- addresses
 
