@@ -105,7 +105,7 @@ def choose(
         width *= 2
     chunks = _chunks(-(-n // width)) if n <= width * 8 else 0
     if not chunks and not columns:
-        width = walking(n * values, target)
+        width = walking(n * values, values, target)
     size = max(1, 128 // width) if rows > 1 else 1
     groups = min(-(-rows // size), 256) if columns else 0
     return _enough_groups(
@@ -176,11 +176,11 @@ def fits(
     return _spent(s, turns, n, phases) <= target.loop_budget // 2
 
 
-def walking(elements: int, target: Target) -> int:
+def walking(elements: int, values: int, target: Target) -> int:
     """Lanes that walk a long row: 512, two workgroups of which fit on a processor, as
-    long as they hold it.
+    long as they hold it, with 8 values of each lane in workgroup memory if need be.
     """
-    lanes = 512 if elements <= 512 * SINGLE else 1024
+    lanes = 512 if elements <= 512 * (HELD + 8 if values > 1 else SINGLE) else 1024
     return min(lanes, target.limits.max_invocations)
 
 
@@ -301,7 +301,8 @@ class RowText:
         """How a row runs whose maximum and sums go along with each other."""
         values = WIDTH if self.vector is not None else 1
         if self._walked_again():
-            width, longest = walking(self.n * values, self.target), WRITTEN // values
+            width = walking(self.n * values, values, self.target)
+            longest = WRITTEN // values
         else:
             width, longest = 512 if values > 1 else 1024, ONLINE
             width = min(width, self.target.limits.max_invocations)
@@ -580,13 +581,22 @@ class RowText:
             for x in dict.fromkeys(E.loads(*first))
             if x in again and x.free & own and x.free & ~own and x.dtype != "bool"
         ]
-        wide = self.vector is not None
         # No larger part of the memory than of the lanes, so that others fit beside.
-        limits = self.target.limits
-        share = limits.max_workgroup_storage * self.threads // limits.max_invocations
-        free = share - RESERVED * self.threads
-        each, most = (WIDTH, HELD) if wide else (1, SINGLE)
-        return kept(self.n, self.schedule.width, loads, each, most, free)
+        limits, lanes = self.target.limits, self.threads
+        share = limits.max_workgroup_storage * lanes // limits.max_invocations
+        free = share - RESERVED * lanes
+        if self.vector is not None:
+            return kept(self.n, lanes, loads, WIDTH, HELD, free)
+        # Measured: of single elements the addresses take registers, too.
+        need = -(-self.n // lanes)
+        if (self.pairs and 16 < need <= 24) or any(
+            x.kind == "index" and x.free & ~own for x in E.values(*bodies)
+        ):
+            return Kept()
+        if max(self.levels.values()) > 1:
+            return kept(self.n, lanes, loads, 1, SINGLE, 0)
+        most = SINGLE if self.pairs or len(loads) > 1 else SINGLE - 8
+        return kept(self.n, lanes, loads, 1, most, free)
 
     def _read_ahead(self, members: Sequence[Member]) -> None:
         """Ask memory for what a position's values are made of, and wait for none."""

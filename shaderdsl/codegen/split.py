@@ -28,9 +28,9 @@ from .target import Target
 LONG_ROW, SHARE = 1 << 16, 1 << 13
 #: Rows from which a device is busy with a workgroup a row.
 ENOUGH_ROWS = 64
-#: Rows from which a GPU is as busy with a workgroup a row as memory allows, and keeps
-#: what it holds of a row where it is wanted again.
-BUSY_ROWS = 256
+#: Rows from which a GPU is as busy with a workgroup a row as memory allows, and their
+#: longest ones: a good part of a row stays on the chip where it is wanted again.
+BUSY_ROWS, BUSY_LONGEST = 256, 1 << 17
 #: Contributions that one scatter puts in order by comparing each with all.
 SCATTER = 1 << 15
 
@@ -45,7 +45,7 @@ def split_long(outs: Sequence[Stage], target: Target) -> list[Stage]:
         for s, m in find_pairs(order, LONG_ROW, target).items()
         if target.family == "software"
         or math.prod(s.ext) < BUSY_ROWS
-        or math.prod(s.rext) > longest_row(target)
+        or math.prod(s.rext) > min(longest_row(target), BUSY_LONGEST)
     }
     scans = {s for s in order if long_scan(s, target) is not None}
     long = [s for s in order if s in pairs or s in scans or _wanted(s, target)]
