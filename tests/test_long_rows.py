@@ -225,6 +225,7 @@ LENGTHS = [
     (9216, "memory"),
     (9220, "loop"),
     (16_008, "loop"),
+    (5001, "registers"),
     (8191, "registers"),
     (8193, "memory"),
     (9217, "loop"),

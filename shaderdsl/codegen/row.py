@@ -588,8 +588,8 @@ class RowText:
         if self.vector is not None:
             return kept(self.n, lanes, loads, WIDTH, HELD, free)
         # Measured: of single elements the addresses take registers, too.
-        need = -(-self.n // lanes)
-        if (self.pairs and 16 < need <= 24) or any(
+        few = lanes == 1024 and self.n <= 24 * lanes
+        if (self.pairs and few) or any(
             x.kind == "index" and x.free & ~own for x in E.values(*bodies)
         ):
             return Kept()
