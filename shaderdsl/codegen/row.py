@@ -465,17 +465,20 @@ class RowText:
                 self._store_narrow(m, value)
 
     def _numbers_first(self) -> None:
-        """Compute what a whole row shares (the inverse root of its variance, its label)
-        before the row is walked: after that, every lane would wait for memory. Drivers
-        put a load where its value is used, so asking early is not enough.
+        """Compute what a whole row shares from memory that its first walk does not read
+        (the inverse root of its variance, its label) before that walk: after it, every
+        lane would wait. Drivers put a load where its value is used, so asking early is
+        not enough.
         """
         computed = {m.stage for m in self.g.members}
         lanes = sum(1 << a for a in range(len(self.g.rows), len(self.g.space)))
+        first = [self.bodies[m] for m in self.reductions if self.levels[m] == 1]
+        soon = set(E.loads(*first))
         for m in self.g.members:
             for n in E.values(self.bodies[m]):
                 loads = E.loads(n)
                 given = all(E.loads(x) == [x] and x.data not in computed for x in loads)
-                if loads and given and not n.free & lanes:
+                if given and not n.free & lanes and not soon.issuperset(loads):
                     self.w.value(n)
 
     def _wide(self, m: Member) -> bool:
