@@ -83,7 +83,9 @@ def choose(
         # Loads cost most and barriers little: a lane takes several elements and keeps
         # them.
         width = 1
-        while width < 64 and n > width * 8:
+        # Beside sums of columns a lane's elements make twice the text to compile.
+        most_held = 4 if columns else 8
+        while width < 64 and n > width * most_held:
             width *= 2
         chunks = _power(-(-n // width)) if n <= width * 8 else 0
         size = max(1, 64 // width) if not columns else 1
