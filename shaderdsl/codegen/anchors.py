@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from ..ir import expr as E
 from ..ir.stage import Stage, topo_stages
 from .blocks_graph import Loop
+from .blocks_rows import same_order
 from .compared import recomputed
 from .member import contract_parts
 from .online_find import find_chains
@@ -138,7 +139,7 @@ class Anchored:
         sources: dict[Stage, frozenset[Stage]],
     ) -> None:
         """What a contraction reads many times over is stored, if computing it takes
-        more than one array.
+        more than one array, or what a loop gives in another order or several times.
         """
         for s in order:
             if (
@@ -148,10 +149,10 @@ class Anchored:
             ):
                 continue
             for n in s.loads:
-                v: Stage = n.data
-                while v.kind == "map" and v not in anchors and _is_view(v):
-                    assert v.body is not None
-                    v = v.body.data
+                v, view = _viewed(n.data, anchors)
+                if v.kind == "given" and view is not None and not same_order(view):
+                    why = f"the contraction {s.name} reads it in this order"
+                    self._store(anchors, view, why)
                 if v.kind != "map" or v in anchors or v.keep == "inline":
                     continue
                 large = {t for t in sources[v] if t.size * 4 >= v.size}
@@ -160,7 +161,9 @@ class Anchored:
                     and (t.size >= v.size or sorted(t.space) == sorted(v.ext))
                     for t in sources[v]
                 )
-                if len(large) > 1 or hosted:
+                given = [t for t, _ in (_viewed(n.data, anchors) for n in v.loads)]
+                again = any(given.count(t) > 1 for t in given if t.kind == "given")
+                if len(large) > 1 or hosted or again:
                     self._store(
                         anchors, v, f"the contraction {s.name} reads it many times"
                     )
@@ -188,6 +191,15 @@ class Anchored:
                 ]
                 if rows and any(t.size > v.size for t in sources[v]):
                     self._store(anchors, v, f"{s.name} reads it of all rows")
+
+
+def _viewed(s: Stage, anchors: set[Stage]) -> tuple[Stage, Stage | None]:
+    """What a stage is a view of, and the last of the views."""
+    view = None
+    while s.kind == "map" and s not in anchors and _is_view(s):
+        assert s.body is not None
+        view, s = s, s.body.data
+    return s, view
 
 
 def _is_view(s: Stage) -> bool:

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 
 from ..ir import expr as E
 from ..ir.expr import Expr
-from ..ir.stage import Stage, rebind, topo_stages
+from ..ir.stage import Stage, map_stage, rebind, topo_stages
 from .anchors import Anchored
-from .blocks_graph import Body, Loop, Place, Refused, results
+from .blocks_graph import Body, Loop, Place, Refused, results, rows_first
 from .blocks_narrow import narrowed
-from .blocks_rows import Axes, cut, joined, read_rows, steps_of
+from .blocks_rows import Axes, cut, read_rows, same_order, steps_of
 from .compared import compared
 from .member import Inliner, contract_parts
 from .target import Target
@@ -336,6 +336,9 @@ def surround(found: Found) -> None:
         shown = _shown(loop, seen, read) if loop.scores else {}
         for s, g in loop.given.items():
             v = shown.get(s, s)
+            if loop.moved and not rows_first(s, loop.places[s].axes):
+                stand_ins[s] = _moved(loop, s)
+                continue
             if v is not s:
                 g = Stage("given", v.ext, (), None, None, v.groups, v.dtype, v.name)
                 g.loc = v.loc
@@ -348,6 +351,18 @@ def surround(found: Found) -> None:
         loads = [E.load(place[s], [E.const(0)] * len(s.shape)) for s in loop.externals]
         for g in loop.given.values():
             g.loads = loads
+
+
+def _moved(loop: Loop, s: Stage) -> Stage:
+    """A result as it is read, of one that is given with its rows first."""
+    axes = loop.places[s].axes
+    order = [*axes, *(a for a in range(len(s.ext)) if a not in axes)]
+    ext = [s.ext[a] for a in order]
+    g = Stage("given", ext, (), None, None, None, s.dtype, s.name)
+    g.loc = s.loc
+    loop.given[s] = g
+    body = E.load(g, [E.index(a) for a in order])
+    return map_stage(s.ext, body, s.name, groups=s.groups, dtype=s.dtype, loc=s.loc)
 
 
 def _shown(loop: Loop, seen: set[Stage], read: set[Stage]) -> dict[Stage, Stage]:
@@ -363,8 +378,6 @@ def _shown(loop: Loop, seen: set[Stage], read: set[Stage]) -> dict[Stage, Stage]
         n = v.body
         if v.kind != "map" or n is None or n.kind != "load" or v.dtype != s.dtype:
             continue
-        at = [E.index(a) if k > 1 else E.const(0) for a, k in enumerate(v.ext)]
-        own = joined(at, v.ext)
-        if v.size == s.size and joined(n.args, s.shape) is own:
+        if same_order(v):
             shown[s] = v
     return shown

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ..ir import expr as E
 from ..ir.expr import Expr
+from ..ir.indexmap import affine
 from ..ir.stage import (
     MONOIDS,
     Stage,
@@ -19,7 +20,14 @@ from ..ir.stage import (
     map_stage,
     reduce_stage,
 )
-from .blocks_rows import Axes, leading, loaded_rows, own_indices, several_each
+from .blocks_rows import (
+    Axes,
+    joined,
+    leading,
+    loaded_rows,
+    own_indices,
+    several_each,
+)
 from .member import contract_parts
 
 #: Words between places where arrays may be bound in parts, whatever the device.
@@ -52,6 +60,8 @@ class Loop:
         scores: rows are heads, and attention's scores what is large.
         stored: the stages outside that are stored at any rate, where that is known;
             other maps are computed inside.
+        moved: arrays whose rows do not come first, or begin where none may be bound,
+            are copied so that they do not, and results are given with rows first.
     """
 
     count: int
@@ -64,6 +74,7 @@ class Loop:
     externals: list[Stage] = field(default_factory=list)
     scores: bool = False
     stored: frozenset[Stage] | None = None
+    moved: bool = False
 
     @property
     def now(self) -> list[Stage]:
@@ -83,6 +94,12 @@ def results(loop: Loop) -> set[Stage]:
     }
 
 
+def rows_first(s: Stage, axes: Axes) -> bool:
+    """Whether the parts of rows lie one after another."""
+    before = [a for a in range(max(axes)) if a not in axes and s.ext[a] != 1]
+    return not before and list(axes) == sorted(axes)
+
+
 class Body:
     """Stages for a block of so many rows.
 
@@ -98,6 +115,7 @@ class Body:
         externals: the arrays outside, in order.
         products: products outside that have the same rows.
         row_bytes: bytes of a row of each array that is bound in parts.
+        copied: copies of what is read, with rows first.
     """
 
     def __init__(self, loop: Loop, rows: int):
@@ -107,10 +125,13 @@ class Body:
         self.externals: dict[Stage, None] = {}
         self.products: dict[Stage, Axes] = {}
         self.row_bytes: dict[Stage, int] = {}
+        self.copied: dict[Stage, None] = {}
         self._made: dict[tuple[Stage, Axes], Stage] = {}
         self._inputs: dict[tuple[Stage, int, int], Stage] = {}
         self._least = min(s.size for s in loop.large)
-        self.stages = {s: self._inside(s) for s in results(loop)}
+        given = results(loop)
+        # In the order of the graph, so that every run and layer has the same texts.
+        self.stages = {s: self._inside(s) for s in loop.places if s in given}
 
     # -------------------------------------------------------------- stages
 
@@ -121,9 +142,8 @@ class Body:
         return self._stage(s, place)
 
     def _whole_rows(self, s: Stage, axes: Axes) -> None:
-        """A result is stored in parts of the whole array, so rows must come first."""
-        before = [a for a in range(max(axes)) if a not in axes and s.ext[a] != 1]
-        if before or list(axes) != sorted(axes):
+        """A result is stored in parts of an array in which rows come first."""
+        if not self.loop.moved and not rows_first(s, axes):
             raise Refused(f"the rows of {s.name} do not lie one after another")
         self.row_bytes[s] = s.nbytes // self.loop.count
 
@@ -231,17 +251,20 @@ class Body:
             args = [rewrite(x) for a, x in enumerate(indices) if a not in place.axes]
             new = E.load(self._stage(y, place), [r, *args] if place.axes else args)
         else:
-            rows = leading(n, axes, s.space, count) if axes else 0
+            # Rows of a copy begin where arrays may be bound.
+            anew = self.loop.moved and y.size // count % ALIGNED > 0
+            rows = leading(n, axes, s.space, count) if axes and not anew else 0
             several = None
-            if axes and not rows and self.loop.scores:
+            if axes and not rows and self.loop.scores and not anew:
                 several = several_each(n, axes, s.space, count)
             gathered = None
             if axes and not rows and several is None:
                 mask = sum(1 << a for a in axes)
-                large = 64 * y.size > self._least
-                if self.loop.scores and large and n.free & mask:
+                large = self.loop.scores and 64 * y.size > self._least
+                if not large or self.loop.moved:
+                    gathered = self._gathered(n, s, axes)
+                if large and n.free & mask and gathered is None:
                     raise Refused(f"the rows of {y.name} do not lie one after another")
-                gathered = self._gathered(n, s, axes)
             if gathered is not None:
                 n, y, rows = gathered, gathered.data, len(axes)
             if several is not None:
@@ -261,13 +284,24 @@ class Body:
         mask = sum(1 << a for a in axes)
         if n.free & mask != mask or any(E.loads(i) for i in n.args):
             return None
-        order = [*axes, *(a for a in E.bits(n.free) if a not in axes)]
+        walk = affine(joined(n.args, n.data.shape)).axes
+        rest = [a for a in E.bits(n.free) if a not in axes]
+        # As they lie in memory, so that every reader takes the same copy.
+        order = [*axes, *sorted(rest, key=lambda a: -abs(walk.get(a, 0)))]
         ext = [s.space[a] for a in order]
         if 2 * math.prod(ext) > self._least:
             return None
-        own = {a: E.index(k) for k, a in enumerate(order)}
-        pad = self._padding(math.prod(ext[len(axes) :]))
-        rows = map_stage([*ext, *pad], E.substitute(n, own), f"{n.data.name}_rows")
+        names = {a: E.index(k) for k, a in enumerate(order)}
+        words = math.prod(ext[len(axes) :])
+        pad = self._padding(words)
+        if self.loop.moved and words % ALIGNED and not pad:
+            # The longest axis grows until rows begin where they may.
+            k = max(range(len(axes), len(ext)), key=lambda k: ext[k])
+            step = ALIGNED // math.gcd(ALIGNED, words // ext[k])
+            names[order[k]] = E.apply("minimum", E.index(k), E.size(ext[k]) - 1)
+            ext[k] = -(-ext[k] // step) * step
+        rows = map_stage([*ext, *pad], E.substitute(n, names), f"{n.data.name}_rows")
+        self.copied[rows] = None
         return E.load(rows, [*(E.index(a) for a in order), *(E.const(0) for _ in pad)])
 
     def _pulled(self, y: Stage, own: Axes | None) -> bool:

@@ -3,13 +3,14 @@
 dS = f(S, dP) is stored by the kernel of dk and dv and read by the product that gives dq
 (`online_scores`). Where memory does not allow that for all heads, a loop does it for as
 many of them as fit, and the next ones take the same memory. Every array has its rows,
-the batches and heads of keys, first, so a group is a part of each.
+the batches and heads of keys, first, or is copied so: a group is a part of each.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from ..ir.stage import Stage, topo_stages
@@ -26,6 +27,10 @@ from .online_steps import sums_in_steps
 from .target import Target
 
 _ANY = 1 << 62
+
+#: Rows of scores with which a group of heads that are copied keeps a large GPU busy:
+#: at 8192 positions three heads of queries gained on an H200, two lost.
+_ROWS = 24_576
 
 
 def add_head_loops(found: Found, target: Target) -> None:
@@ -147,18 +152,24 @@ class _Search:
         axes = tuple(a for a in parts.batch if product.ext[a] > 1) if parts else ()
         if not axes:
             raise Refused("there is one head of keys")
-        try:
-            return self._along(product, axes, target, most)
-        except Refused:  # heads that do not come first in memory; batches may
-            if len(axes) == 1:
-                raise
-            return self._along(product, axes[:1], target, most)
+        # Where heads do not come first in memory batches may, else they are put first.
+        for part in dict.fromkeys((axes, axes[:1])):
+            with suppress(Refused):
+                return self._along(product, part, target, most)
+        return self._along(product, axes, target, most, moved=True)
 
-    def _along(self, product: Stage, axes: Axes, target: Target, most: int) -> Loop:
+    def _along(
+        self,
+        product: Stage,
+        axes: Axes,
+        target: Target,
+        most: int,
+        moved: bool = False,
+    ) -> Loop:
         count = math.prod(product.ext[a] for a in axes)
         places = self._places(product, axes, count)
         stored = frozenset(self.whole.anchors)
-        loop = Loop(count, places, self.large, scores=True, stored=stored)
+        loop = Loop(count, places, self.large, scores=True, stored=stored, moved=moved)
         body = Body(loop, count)
         loop.externals = list(body.externals)
         alignment = target.limits.storage_alignment
@@ -167,8 +178,20 @@ class _Search:
         if not loop.blocks:
             least = self.scores.nbytes * min(steps, count) // count
             raise Refused(f"a group takes {least:,} bytes, more than {most:,}")
+        if moved:
+            self._pays(loop, body)
         self._check(loop, target)
         return loop
+
+    def _pays(self, loop: Loop, body: Body) -> None:
+        """Copies must be few bytes, and groups must keep a GPU busy."""
+        copied = sum(s.nbytes for s in {*body.copied, *results(loop)})
+        if copied > self.scores.nbytes:
+            raise Refused(f"{copied:,} bytes would be copied to put heads first")
+        rows = max(n for _, n in loop.blocks) * self.scores.size // loop.count
+        rows //= max(self.scores.ext)
+        if rows < _ROWS:
+            raise Refused(f"a group has {rows:,} rows, too few to keep a GPU busy")
 
     def _alone(self) -> None:
         """What the loop reads must not depend on what it gives."""

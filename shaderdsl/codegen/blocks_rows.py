@@ -45,6 +45,17 @@ def joined(indices: Sequence[Expr], radices: Sequence[int]) -> Expr:
     return affine(total).expr()
 
 
+def same_order(view: Stage) -> bool:
+    """Whether a map that only reads elsewhere has all of the same elements in the same
+    order.
+    """
+    n = view.body
+    assert n is not None
+    at = [E.index(a) if k > 1 else E.const(0) for a, k in enumerate(view.ext)]
+    same = joined(n.args, n.data.shape) is joined(at, view.ext)
+    return same and view.size == n.data.size
+
+
 def _operand(e: Expr, name: str, n: int) -> Expr | None:
     """x of ``name(x, n)``."""
     known = e.kind == "apply" and e.data == name and number(e.args[1]) == n
