@@ -222,6 +222,40 @@ def test_schedules_of_other_devices(retarget, monkeypatch, kind, t, s, d, option
     check(f, *heads(4, 2, t, s, d))
 
 
+@pytest.mark.parametrize(
+    ("shape", "options", "rows", "lines"),
+    [
+        # Workgroups of 128 rows fill a large GPU, nearly do, and do not.
+        ((4096, 16, 64), {}, 128, 64),
+        ((2048, 16, 64), {}, 128, 128),
+        ((4096, 8, 64), {}, 128, 128),
+        ((2048, 12, 64), {}, 32, 64),
+        ((1536, 12, 64), {}, 32, 64),
+        ((2048, 12, 128), {}, 32, 64),
+        # Without a mask all workgroups are as long.
+        ((2048, 12, 64), {"causal": False}, 64, 64),
+    ],
+)
+def test_tiles_of_gpus_by_workgroups(
+    retarget, monkeypatch, shape, options, rows, lines
+):
+    """What was the fastest of all on an NVIDIA H200."""
+    n, count, d = shape
+    limits = Limits(
+        max_storage_buffers=64, max_workgroup_storage=49_152, max_invocations=1024
+    )
+    features = Features(f16=True, subgroups=True, timestamps=True)
+    retarget(family="gpu", features=features, limits=limits)
+    chosen = []
+    real = online.choose_stream
+    monkeypatch.setattr(
+        online, "choose_stream", lambda o: chosen.append(real(o)) or chosen[-1]
+    )
+    f = sd.compile(lambda *xs: ops.attention(*xs, **{"causal": True, **options}))
+    sd.lower(f, *[sd.spec("f32", count, n, d)] * 3)
+    assert {(t.rows, t.lines) for t in chosen} == {(rows, lines)}
+
+
 def only_stream(monkeypatch, shape):
     """One shape of streams, and no texts of other ones."""
     monkeypatch.setattr(online_stream_shape, "STREAMS", (shape,))

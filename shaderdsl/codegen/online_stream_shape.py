@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .choice import pick
+from .online_masks import line_bounds
 from .online_plan import Online, steps_of
 from .online_shape import Tiles, kept
 from .spelling import WIDTH
@@ -61,7 +62,7 @@ HELD = Stream(64, 64, 16, 8, 16, 16, 16, 1)
 WHOLE = Stream(128, 64, 16, 16, 16, 16, 8, 1)
 #: For few rows: more workgroups.
 SHORT = Stream(32, 64, 16, 8, 16, 16, 16)
-#: The same for two narrow sums.
+#: The same for narrow sums.
 BRIEF = Stream(32, 64, 16, 8, 16, 16, 16, 1)
 STREAMS = (TALL, WIDE, SLIM, WHOLE, HELD, LOW, FLAT, SHORT, BRIEF)
 #: Accumulators of a thread: what leaves registers to spare, and what does not spill.
@@ -76,24 +77,42 @@ def choose_stream(o: Online) -> Stream | None:
     every = [t for t in STREAMS if columns and _fits(o, t)]
     if not every:
         return None
-    tall, low = (_groups(o, t) >= _FULL for t in (TALL, LOW))
+    low = _groups(o, LOW) >= _FULL
     two = sum(1 for s in o.sums if s.column is not None) > 1
     # Of few workgroups the longest decide, and those of two sums are long.
     narrow = two and kept(o, FLAT) <= _LIGHT
     if narrow and _groups(o, LOW) < 2 * _FULL:
         order = [BRIEF, SHORT, FLAT]
-    elif not low and not (len(o.products) == 1 and 2 * _groups(o, TALL) >= _FULL):
-        order = [SHORT, FLAT]
-    elif two:
+    elif two and low:
         order = [HELD, FLAT] if narrow else [WHOLE, LOW, FLAT]
-    elif len(o.products) > 1:
+    elif len(o.products) > 1 and low:
         order = [LOW, FLAT]
+    elif two or len(o.products) > 1:
+        order = [SHORT, FLAT]
     else:
-        order = [TALL, WIDE, LOW] if tall else [SLIM, FLAT]
+        order = _of_one_sum(o)
     order = [t for t in order if t in every]
     light = [t for t in order if kept(o, t) <= _LIGHT or t.whole]
     default = (light or order or every[-1:])[0]
     return pick(o.target, "online_stream", default, lambda: every, every.__contains__)
+
+
+def _of_one_sum(o: Online) -> list[Stream]:
+    """Shapes of one product with one sum, as attention's forward is.
+
+    Where masks shorten some rows, the workgroups of long ones decide unless there are
+    many: then small tiles win before they fill the device.
+    """
+    tall = _groups(o, TALL)
+    if tall >= _FULL:
+        return [TALL, WIDE, LOW]
+    if 4 * tall >= 3 * _FULL:
+        return [WIDE, SLIM, FLAT]
+    short = [BRIEF, SHORT] if kept(o, FLAT) <= _LIGHT // 2 else [SHORT]
+    uneven = any(sign for bounds in line_bounds(o) for _, sign in bounds)
+    if uneven or _groups(o, LOW) < _FULL:
+        return [*short, FLAT]
+    return [FLAT, *short]
 
 
 def _groups(o: Online, t: Stream) -> int:
