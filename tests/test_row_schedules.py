@@ -47,6 +47,13 @@ def test_statistics_are_asked_for_before_the_row(gpu, n):
     assert text.count("layer_norm_mean") == text[:first].count("layer_norm_mean") >= 4
 
 
+def test_rows_in_turn_do_not_begin_by_waiting_for_a_statistic(gpu):
+    low = sd.lower(ops.rms_norm, spec(64, 4096), spec(4096), backward=True)
+    text = low.kernels[0].wgsl.partition("fn main")[2]
+    at = text.index("rms_norm_mean")
+    assert "workgroupBarrier" in text[:at] and "rms_norm_mean" not in text[at + 20 :]
+
+
 def test_a_label_is_read_before_the_row(gpu):
     (kernel,) = sd.lower(loss, spec(800, 40_000)).kernels
     (labels,) = re.findall(r"(\w+): array<i32>", kernel.wgsl)

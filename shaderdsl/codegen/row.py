@@ -470,12 +470,15 @@ class RowText:
         """Compute what a whole row shares from memory that its first walk does not read
         (the inverse root of its variance, its label) before that walk: after it, every
         lane would wait. Drivers put a load where its value is used, so asking early is
-        not enough.
+        not enough. Of kernels that walk row after row only those do so whose walk waits
+        for a number of its row anyway: else each row would begin by waiting.
         """
         computed = {m.stage for m in self.g.members}
         lanes = sum(1 << a for a in range(len(self.g.rows), len(self.g.space)))
         first = [self.bodies[m] for m in self.reductions if self.levels[m] == 1]
         soon = set(E.loads(*first))
+        if self.columns and all(n.free & lanes for n in soon):
+            return
         for m in self.g.members:
             for n in E.values(self.bodies[m]):
                 loads = E.loads(n)
