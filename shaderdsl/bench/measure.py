@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -180,6 +181,7 @@ class Bench:
 
     def _clear(self) -> None:
         """Give memory back before the next row."""
+        gc.collect()  # what a training step holds in cycles
         current().pool.trim()
         if self.torch is not None:
             if "torch.compile" in self.peers:
