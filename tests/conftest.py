@@ -23,8 +23,8 @@ def second_judge():
         return
     make = Pipelines._make
 
-    def noted(self, kernel, key, future):
-        make(self, kernel, key, future)
+    def noted(self, kernel, key, future, asked):
+        make(self, kernel, key, future, asked)
         if future.exception() is None:
             texts.add(kernel.wgsl)
 

@@ -53,8 +53,8 @@ def met(monkeypatch):
     texts: set[str] = set()
     plan = engine.Plan.__init__
 
-    def noted(self, outs, inputs, donated):
-        plan(self, outs, inputs, donated)
+    def noted(self, outs, inputs, donated, scores):
+        plan(self, outs, inputs, donated, scores)
         for target in TARGETS.values():
             more = engine.captured_inputs(outs, inputs)
             texts.update(printed(outs, [*inputs, *more], target))

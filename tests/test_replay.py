@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import threading
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -270,3 +272,34 @@ def test_another_target_has_another_plan(wgpu, retarget):
     assert list(engine._plans.values()) != plans
     (plan,) = set(engine._plans.values()) - set(plans)
     assert plan.target.limits == Limits()
+
+
+def test_kernels_count_for_whoever_asked_for_them(gpu):
+    """Not for a block that happens to be open when another thread is done."""
+    shown = sd.op("n -> n")(lambda x: sd.tanh(x * 0.173) + 0.0291)
+    x = sd.asarray(np.ones(77, np.float32))
+    engine._plans.clear()
+    with sd.profile() as before:
+        stages = sd.compile(shown)
+        stages(x)
+    assert before.compiled == 1
+    made = threading.Event()
+    real = gpu.pipelines._module
+
+    def slow(kernel):
+        made.wait(20)
+        return real(kernel)
+
+    gpu.pipelines._module = slow
+    try:
+        other = sd.op("n -> n")(lambda x: sd.tanh(x * 0.271) + 0.0913)
+        with sd.profile() as asking:
+            plan = sd.lower(other, sd.spec("f32", 77))
+            futures = gpu.pipelines.begin(plan.kernels)
+        with sd.profile() as later:
+            made.set()
+            wait(futures)
+    finally:
+        made.set()
+        del gpu.pipelines._module
+    assert (asking.compiled, later.compiled) == (1, 0)

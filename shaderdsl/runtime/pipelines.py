@@ -113,7 +113,8 @@ class Pipelines:
                         workers = min(MOST_THREADS, os.cpu_count() or 1)
                         self._threads = ThreadPoolExecutor(workers, "shaderdsl-compile")
                     self._unfinished += 1
-                    self._threads.submit(self._work, kernel, key, future)
+                    asked = profiling.open_profiles()
+                    self._threads.submit(self._work, kernel, key, future, asked)
                 futures.append(future)
         return futures
 
@@ -131,18 +132,30 @@ class Pipelines:
         access = tuple(binding.access for binding in kernel.bindings)
         return kernel.code, access, bool(kernel.params), kernel.in_range
 
-    def _work(self, kernel: Kernel, key: Key, future: Future[tuple[Any, Any]]) -> None:
-        """What a thread does for a kernel."""
+    def _work(
+        self,
+        kernel: Kernel,
+        key: Key,
+        future: Future[tuple[Any, Any]],
+        asked: tuple[profiling.Profile, ...],
+    ) -> None:
+        """What a thread does for a kernel that these profiles saw asked for."""
         try:
             if future.set_running_or_notify_cancel():
-                self._make(kernel, key, future)
+                self._make(kernel, key, future, asked)
         except BaseException as error:  # Nobody may wait for what will not be made.
             self._give_up(key, future, error)
         finally:
             with self._lock:
                 self._unfinished -= 1
 
-    def _make(self, kernel: Kernel, key: Key, future: Future[tuple[Any, Any]]) -> None:
+    def _make(
+        self,
+        kernel: Kernel,
+        key: Key,
+        future: Future[tuple[Any, Any]],
+        asked: tuple[profiling.Profile, ...],
+    ) -> None:
         try:
             group_layout, layout = self._layout(key[1], key[2])
             module = self._module(kernel)
@@ -156,7 +169,7 @@ class Pipelines:
             return
         with self._lock:
             self.compiled += 1
-        profiling.note_compiled()
+        profiling.note_compiled(profiles=asked)
         # Of a single kernel the launch itself takes as long.
         if self._ahead is not None and self._unfinished > 1:
             self._ahead.compile(kernel)

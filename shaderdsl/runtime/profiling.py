@@ -203,10 +203,15 @@ def note_dispatches(
                 start += spent or 0.0
 
 
-def note_compiled(count: int = 1) -> None:
-    """Count created pipelines."""
+def open_profiles() -> tuple[Profile, ...]:
+    """Who counts what is asked for now and done later by another thread."""
+    return _active
+
+
+def note_compiled(count: int = 1, profiles: tuple[Profile, ...] | None = None) -> None:
+    """Count created pipelines, for those who asked for them if said."""
     with _lock:
-        for p in _active:
+        for p in _active if profiles is None else profiles:
             p.compiled += count
 
 
