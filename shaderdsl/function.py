@@ -13,7 +13,7 @@ import numpy as np
 
 from . import handed, ids, tree
 from .array import Array, asarray, is_number
-from .codegen.compared import compared
+from .codegen.compared import compared, recomputed
 from .dtypes import NUMPY
 from .engine import Plan, captured_inputs, lock, placeholder, plan_for, watched
 from .errors import (
@@ -529,7 +529,9 @@ def _split(
     stored = {s for k in plan.program.kernels for s in k.writes if isinstance(s, Stage)}
     again = plan.program.inside
     # What is compared with its own maximum must be what the maximum was taken of.
-    again -= compared(topo_stages([*outs, *real]), outs, again)
+    order = topo_stages([*outs, *real])
+    again -= compared(order, [*outs, *real], again)
+    exact = recomputed(order, [*outs, *real], stored)
     residuals: dict[Stage, None] = {}
     seen: set[Stage] = set()
     stack = list(real)
@@ -538,7 +540,8 @@ def _split(
         if s in seen:
             continue
         seen.add(s)
-        kept_anyway = s in stored or (s.kind == "reduce" and s not in again)
+        kept_anyway = s in stored or s in exact
+        kept_anyway |= s.kind == "reduce" and s not in again
         if s in forward and kept_anyway:
             residuals[s] = None
             continue

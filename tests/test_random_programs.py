@@ -196,6 +196,20 @@ FOUND = [
             (1,),
         ),
     ),
+    # quotients beside their maximum: divided in one kernel, and in another multiplied
+    # with the inverse of a divisor that many share
+    (
+        "gpu",
+        Program(
+            seed=910017,
+            shapes=((2, 2, 3, 1, 3),),
+            steps=(
+                Step(kind="attention", args=(0, 0), n=(48233, 9121, 9137, 62941)),
+                Step(kind="reduce", args=(1,), n=(35737, 2786, 44697, 53780)),
+            ),
+            outs=(2,),
+        ),
+    ),
     # f32 cannot hold the product, so its derivative is NaN
     (
         "cpu",
@@ -311,7 +325,7 @@ def test_ways_put_the_device_back():
 
 
 #: Programs that failed once in ways other than those that are drawn for them.
-FOUND = [(9100034, "cut"), (9100034, "gpu cut")]
+FOUND = [(9100034, "cut"), (9100034, "gpu cut"), (910017, "gpu")]
 
 
 @pytest.mark.parametrize(("seed", "name"), FOUND)

@@ -117,7 +117,7 @@ class Anchored:
         self._store_prologues(order, anchors, sources)
         if self.target.family == "gpu":
             self._store_numbers(order, anchors, sources)
-        twice = recomputed(order, anchors)
+        twice = recomputed(order, self.outs, anchors)
         for s in (s for s in order if s in twice):
             self._store(anchors, s, "it is compared with its own maximum")
         return anchors

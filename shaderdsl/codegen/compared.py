@@ -8,6 +8,7 @@ maximum: its gradient, or the position of it, would be lost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 
 from ..ir import expr as E
@@ -27,23 +28,30 @@ def compared(
     The derivative of a maximum that is only subtracted in exponentials is no reason:
     it cancels, whichever element gets it.
     """
-    products, outs = set(products), set(outs)
+    return _compared(order, set(outs), set(products), Inliner(set()))
+
+
+def _compared(
+    order: Sequence[Stage], outs: set[Stage], products: set[Stage], inliner: Inliner
+) -> set[Stage]:
     wanted = [s for s in order if s.body is not None and s.monoid in ("max", "min")]
     if not products or not wanted:
         return set()
     compares = set(filter(_compares, order))
     if not compares:
         return set()
-    inliner = Inliner(set())
     below = _below(order, products)
     of: dict[Stage, set[Stage]] = {}  # extremes → products that they are of
     for m in wanted:
         assert m.body is not None
+        # The second stage of a long row is an extreme of what its shares are of.
+        mine = {x for n in m.loads if n.data.monoid == m.monoid
+                for x in of.get(n.data, ())}  # fmt: skip
         if below[m]:
             body = inliner.body(m.body, m.space)
-            mine = {n.data for n in E.loads(body)} & products
-            if mine:
-                of[m] = mine
+            mine |= {n.data for n in E.loads(body)} & products
+        if mine:
+            of[m] = mine
     # Only what compares and reads an extreme, itself or through maps, is looked at.
     below = _below(order, of)
     comparing = _below(order, compares, own=True)
@@ -78,30 +86,22 @@ _EXACT = frozenset(
     | {"floor", "ceil", "round", "trunc", "sign", "round_f16", "to_f32"}
 )
 #: One of these has one rounding; two of them can be contracted.
-_ROUNDED = frozenset({"add", "sub", "mul", "mulz", "div"})
+_ROUNDED = frozenset({"add", "sub", "mul", "mulz"})
 
 
-def recomputed(order: Sequence[Stage], anchors: Container[Stage]) -> set[Stage]:
+def recomputed(
+    order: Sequence[Stage], outs: Iterable[Stage], anchors: Container[Stage]
+) -> set[Stage]:
     """Maps of more than one rounding that are compared with their own extreme, and that
     two kernels would compute each for itself.
     """
-    found: set[Stage] = set()
-    if not any(s.monoid in ("max", "min") for s in order):
-        return found
-    for s in filter(_compares, order):
-        assert s.body is not None
-        for n in E.values(s.body):
-            if not _is_comparison(n) or any(a.kind != "load" for a in n.args):
-                continue
-            sides = [_seen(a.data) for a in n.args]
-            for m, x in (sides, sides[::-1]):
-                if m.kind == "reduce" and m.monoid in ("max", "min"):
-                    assert m.body is not None
-                    of = m.body
-                    own = of.kind == "load" and _seen(of.data) is x
-                    if own and x.kind == "map" and x not in anchors:
-                        found |= {x} if _roundings(x, anchors) > 1 else set()
-    return found
+    maps: set[Stage] = set()
+    for m in order:
+        if m.monoid in ("max", "min") and m.dtype in E.FLOATS:
+            for x in {_seen(n.data) for n in m.loads}:
+                if x.kind == "map" and x not in anchors and _roundings(x, anchors) > 1:
+                    maps.add(x)
+    return _compared(order, {*outs, *maps}, maps, Inliner(maps)) if maps else maps
 
 
 def _seen(s: Stage) -> Stage:
@@ -117,12 +117,21 @@ def _roundings(s: Stage, anchors: Container[Stage]) -> int:
     count = 0
     for n in E.values(s.body):
         if n.kind == "apply" and n.dtype in E.FLOATS and n.data not in _EXACT:
-            count += 1 if n.data in _ROUNDED else 2
+            count += 1 if n.data in _ROUNDED or _halves(n) else 2
         elif n.kind == "load" and n.data.kind == "map" and n.data not in anchors:
             count += _roundings(n.data, anchors)
         if count > 1:
             return 2
     return count
+
+
+def _halves(n: Expr) -> bool:
+    """A division by a power of two. Others are a division in one kernel, and a product
+    with the inverse where many values share the divisor.
+    """
+    if n.data != "div" or n.args[1].kind != "const":
+        return False
+    return abs(math.frexp(n.args[1].data)[0]) == 0.5
 
 
 def _below(

@@ -25,7 +25,7 @@ from ..errors import (
 from . import expr as E
 from .expr import Expr
 from .indexmap import Affine, merge, split
-from .stage import MONOIDS, Stage, make_reduce, map_stage, whole
+from .stage import MONOIDS, Stage, as_stage, make_reduce, map_stage, whole
 
 Operand = Stage | Expr  # an array, or a number (constant or runtime scalar)
 
@@ -232,6 +232,7 @@ def first_hit(
     """The least index whose element equals the row's extreme."""
     if body.dtype == "bool":
         body = E.cast(body, "i32")
+    body = as_stage(body, extents, f"{name}_of")
     best = make_reduce(monoid, body, kept, [axis], extents, f"{name}_{monoid}")
     hit = E.apply("eq", body, best)
     if body.dtype == "f32":

@@ -337,12 +337,37 @@ def make_reduce(
     if not red:
         value = body
     else:
+        if monoid in ("max", "min"):
+            body = as_stage(body, extents, f"{name}_of", loc=loc)
         value = _reduce(monoid, body, out_axes, red, extents, name, loc)
     if outer or sign != 1.0:
         value = product([value, *outer])
         if sign != 1.0:
             value = -value if sign == -1.0 else value * sign
     return E.guard(outer_guards, value)
+
+
+#: Operations whose result is one of their operands, but for its sign.
+_PICKS = frozenset({"where", "maximum", "minimum", "neg", "abs", "stop_gradient"})
+
+
+def as_stage(body: Expr, extents: Any, name: str, *, loc: str | None = None) -> Expr:
+    """What is computed as a map of its own, which is read instead.
+
+    An extreme is compared with what it was taken of, in its derivative or for its
+    position. As a stage this has a name: whoever plans can see to it that it is
+    computed once.
+    """
+    if body.dtype not in E.FLOATS or not any(
+        n.kind == "apply" and n.dtype in E.FLOATS and n.data not in _PICKS
+        for n in E.values(body)
+    ):
+        return body
+    body = _drop_ones(body, extents)
+    axes = [a for a in range(body.free.bit_length()) if body.free >> a & 1]
+    own = E.substitute(body, {a: E.index(k) for k, a in enumerate(axes)})
+    x = map_stage([extents[a] for a in axes], own, name, loc=loc)
+    return E.load(x, [E.index(a) for a in axes])
 
 
 def _reduce(
