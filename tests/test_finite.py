@@ -46,6 +46,24 @@ def test_a_line_inside_an_op(device):
     assert error.where.endswith(line_of("log of zero"))
 
 
+@sd.op("t d -> t")
+def greatest(x):
+    return sd.max(sd.exp(x), over="d")  # exponential of a thousand
+
+
+@sd.op("t d -> t")
+def greatest_seen(x):
+    return sd.max(x * 2.0 + 1.0, over="d", where=x > 1e9)
+
+
+def test_the_body_of_an_extreme_of_an_op(device):
+    x = np.array([[1000, 1]], np.float32)
+    error = refused(lambda: greatest(x), "infinity", "exp(1000) is inf")
+    assert error.where.endswith(line_of("exponential of a thousand"))
+    # Nothing took part: the infinity is the reduction's own.
+    assert np.isneginf(np.asarray(greatest_seen(x)))
+
+
 def root_of_difference(x):
     a = x - 4.0
     b = sd.sqrt(a)  # root of what is negative
