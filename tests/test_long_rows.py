@@ -39,6 +39,19 @@ def rows(shape: tuple[int, ...], scale: float = 4.0) -> np.ndarray:
     return (scale * r.standard_normal(shape)).astype(np.float32)
 
 
+def follows_float64(f, x):
+    """Its value, and its gradient under a random cotangent."""
+    graph, wide = Graph(f, [x]), x.astype(np.float64)
+    (want,) = graph.value([wide])
+    y, pullback = sd.vjp(f, x)
+    close = 2e-6 * np.abs(want).max()
+    np.testing.assert_allclose(y.numpy(), want, rtol=2e-5, atol=close)
+    dy = rows(np.shape(want), 1.0)
+    (slope,) = graph.gradient([wide], [dy.astype(np.float64)])
+    close = 2e-5 * np.abs(slope).max()
+    np.testing.assert_allclose(pullback(dy).numpy(), slope, rtol=0, atol=close)
+
+
 @pytest.mark.parametrize("shape", [(2, 200_000), (1, 262_144), (3, 99_991)])
 def test_one_reading(family, shape):
     """logsumexp is two kernels that read x once; softmax reads it again to write."""
@@ -158,17 +171,7 @@ def test_maximum_and_sum_from_one_walk(looping, f, shape):
     low = sd.lower(f, sd.spec("f32", *shape))
     text = low.kernels[0].wgsl
     assert "most0_" in text and text.count("subgroup") * (looping == "portable") == 0
-    x = rows(shape)
-    graph = Graph(f, [x])
-    wide = x.astype(np.float64)
-    (want,) = graph.value([wide])
-    y, pullback = sd.vjp(f, x)
-    close = 2e-6 * np.abs(want).max()
-    np.testing.assert_allclose(y.numpy(), want, rtol=2e-5, atol=close)
-    dy = rows(np.shape(want), 1.0)
-    (slope,) = graph.gradient([wide], [dy.astype(np.float64)])
-    close = 2e-5 * np.abs(slope).max()
-    np.testing.assert_allclose(pullback(dy).numpy(), slope, rtol=0, atol=close)
+    follows_float64(f, rows(shape))
 
 
 def test_infinities_in_one_walk(looping):
@@ -243,16 +246,7 @@ def test_what_stays_of_a_row(small, f, n, what):
     if n % 4 and f is norm:  # single elements of two statistics: registers or a loop
         loop, memory = memory, False
     assert ("kept" in text, "walk" in text) == (memory, loop)
-    x = rows((3, n))
-    graph, wide = Graph(f, [x]), x.astype(np.float64)
-    (want,) = graph.value([wide])
-    y, pullback = sd.vjp(f, x)
-    close = 2e-6 * np.abs(want).max()
-    np.testing.assert_allclose(y.numpy(), want, rtol=2e-5, atol=close)
-    dy = rows(np.shape(want), 1.0)
-    (slope,) = graph.gradient([wide], [dy.astype(np.float64)])
-    close = 2e-5 * np.abs(slope).max()
-    np.testing.assert_allclose(pullback(dy).numpy(), slope, rtol=0, atol=close)
+    follows_float64(f, rows((3, n)))
 
 
 @pytest.mark.parametrize(("n", "what"), LENGTHS)

@@ -36,9 +36,8 @@ class Group:
     # Where members are stored that have no memory of their own: the tensor and the
     # indices there.
     targets: dict[Stage, tuple[Stage, Sequence[Expr]]] = field(default_factory=dict)
-    stands_for: list[Group] | None = (
-        None  # groups of the graph that this one computes in their place
-    )
+    # Groups of the graph that this one computes in their place.
+    stands_for: list[Group] | None = None
     loop: Loop | None = None  # a loop over blocks of rows that gives the members
 
     @property

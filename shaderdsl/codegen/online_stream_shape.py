@@ -108,11 +108,11 @@ def _of_one_sum(o: Online) -> list[Stream]:
         return [TALL, WIDE, LOW]
     if 4 * tall >= 3 * _FULL:
         return [WIDE, SLIM, FLAT]
+    if _groups(o, LOW) < _FULL:
+        return [SHORT, FLAT]
     short = [BRIEF, SHORT] if kept(o, FLAT) <= _LIGHT // 2 else [SHORT]
     uneven = any(sign for bounds in line_bounds(o) for _, sign in bounds)
-    if uneven or _groups(o, LOW) < _FULL:
-        return [*short, FLAT]
-    return [FLAT, *short]
+    return [*short, FLAT] if uneven else [FLAT, *short]
 
 
 def _groups(o: Online, t: Stream) -> int:
